@@ -1,0 +1,159 @@
+"""The target's own answers, many prompts at a time: the text that traces and training are made from.
+
+Rows are padded on the left; a row ends at an end-of-text id or at its cap, and the batch shrinks as rows end. The
+hidden state that chose each token is kept, so neither profiling nor training runs the target a second time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from topo_search.decode.cache import SlotCache
+from topo_search.target.adapter import Target
+
+Choose = Callable[[Float[Tensor, "batch hidden"]], Int[Tensor, " batch"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the target wrote after one prompt.
+
+    Attributes:
+        prompt_index: index of the prompt among those given.
+        tokens: the answer y_0 .. y_{N-1}, end-of-text included where it ended so.
+        end: `eos` or `cap`.
+        states: the hidden state that chose each token, `[N, hidden]`; row j is what draft heads read at step start j.
+    """
+
+    prompt_index: int
+    tokens: tuple[int, ...]
+    end: str
+    states: Float[Tensor, "tokens hidden"]
+
+
+def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
+    """Indices grouped by similar length, so that little padding is computed; longest first, so memory fails early."""
+    order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
+    return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+
+
+def answer_batch(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    choose: Choose | None = None,
+) -> list[Answer]:
+    """Answers of one batch of prompts, in their order.
+
+    Args:
+        target: the model.
+        prompts: token ids of each prompt, none empty.
+        max_new_tokens: cap of each answer, at least 1.
+        choose: next token ids from hidden states; the target's greedy choice by default.
+    """
+    choose = choose or target.choose
+    batch = _Batch.start(target, prompts, max_new_tokens)
+    answers: dict[int, Answer] = {}
+    ends = torch.tensor(target.eos_token_ids, device=target.device)
+    with torch.inference_mode():
+        hidden = batch.forward(batch.padded_ids)
+        for step in range(max_new_tokens):
+            chosen = choose(hidden)
+            batch.append(chosen, hidden)
+            is_last = step + 1 == max_new_tokens
+            ended = torch.isin(chosen, ends)
+            for row in torch.nonzero(ended | is_last).flatten().tolist():
+                index = batch.rows[row]
+                end = "eos" if bool(ended[row]) else "cap"
+                answers[index] = batch.answer(index, end)
+            if len(answers) == len(prompts):
+                break
+            batch.drop(ended)
+            hidden = batch.forward(chosen[~ended, None])
+    return [answers[index] for index in range(len(prompts))]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Rows still being written."""
+
+    target: Target
+    cache: SlotCache
+    padded_ids: Int[Tensor, "batch width"]
+    mask: Int[Tensor, "batch capacity"]
+    positions: Int[Tensor, " batch"]
+    rows: list[int]
+    written: list[list[int]]
+    states: list[list[Tensor]]
+
+    @classmethod
+    def start(cls, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> _Batch:
+        width = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        mask = torch.ones(len(prompts), width + max_new_tokens, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.tensor(prompt)
+            mask[row, : width - len(prompt)] = 0
+        return cls(
+            target=target,
+            cache=target.new_cache(width + max_new_tokens, batch=len(prompts)),
+            padded_ids=ids.to(target.device),
+            mask=mask.to(target.device),
+            positions=torch.tensor([len(prompt) for prompt in prompts], device=target.device),
+            rows=list(range(len(prompts))),
+            written=[[] for _ in prompts],
+            states=[[] for _ in prompts],
+        )
+
+    def forward(self, ids: Int[Tensor, "batch width"]) -> Float[Tensor, "batch hidden"]:
+        """Write the given tokens and return each row's last hidden state."""
+        width = ids.shape[1]
+        offsets = torch.arange(width, device=ids.device) - width
+        positions = (self.positions[:, None] + offsets).clamp(min=0)
+        seen = self.cache.length + width
+        hidden = self.target.hidden_states(
+            ids, cache=self.cache, position_ids=positions, attention_mask=self.mask[:, :seen]
+        )
+        self.cache.commit(width)
+        return hidden[:, -1]
+
+    def append(self, chosen: Int[Tensor, " batch"], hidden: Float[Tensor, "batch hidden"]) -> None:
+        """Add one token and the state that chose it to every row's text."""
+        for row, token, state in zip(self.rows, chosen.tolist(), hidden.cpu(), strict=True):
+            self.written[row].append(token)
+            self.states[row].append(state)
+        self.positions += 1
+
+    def answer(self, index: int, end: str) -> Answer:
+        """The finished answer of prompt `index`."""
+        states = torch.stack(self.states[index])
+        return Answer(prompt_index=index, tokens=tuple(self.written[index]), end=end, states=states)
+
+    def drop(self, ended: Tensor) -> None:
+        """Forget the rows that have ended."""
+        if not bool(ended.any()):
+            return
+        kept = torch.nonzero(~ended).flatten()
+        self.cache = self.cache.select_rows(kept)
+        self.mask, self.positions = self.mask[kept], self.positions[kept]
+        self.rows = [self.rows[row] for row in kept.tolist()]
+
+
+def answer_all(
+    target: Target,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    batch_size: int,
+    choose: Choose | None = None,
+) -> Iterator[list[Answer]]:
+    """Answers of any number of prompts, one list per finished batch, in no particular order."""
+    for batch in batches_by_length([len(prompt) for prompt in prompts], batch_size):
+        found = answer_batch(target, [prompts[i] for i in batch], max_new_tokens=max_new_tokens, choose=choose)
+        yield [replace(answer, prompt_index=batch[answer.prompt_index]) for answer in found]

@@ -1,0 +1,250 @@
+"""Calibration: the target answers the prompts, the heads run along the true path, a `RankTrace` comes out.
+
+The hidden states that chose the answer's tokens are those that the heads read, so the target runs once. Finished
+batches are kept beside the output: a run that was interrupted continues, and a finished trace of the same identity is
+extended by the prompts it lacks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from topo_search.answers import Answer, answer_batch, batches_by_length
+from topo_search.errors import InputError, MismatchError
+from topo_search.files.prompts import Prompt
+from topo_search.files.trace_file import read_trace, write_trace
+from topo_search.heads.base import DraftHeads
+from topo_search.identity import GREEDY
+from topo_search.ranking import top_tokens
+from topo_search.target.adapter import Target
+from topo_search.trace import PAST_END, RankTrace, TracePrompt, merge_traces
+
+RESOLVED_RANKS = 32
+_ROWS_AT_ONCE = 64
+
+Progress = Callable[[int, int, int], None]  # prompts done, prompts in all, positions so far
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedPrompt:
+    """A prompt as token ids, with the digest that tells whether its text changed."""
+
+    id: str
+    workload: str
+    tokens: tuple[int, ...]
+
+    @property
+    def digest(self) -> str:
+        """Hash of the token ids."""
+        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """A recorded trace, and the heads that proposed one and the same token throughout the last batch."""
+
+    trace: RankTrace
+    constant_heads: tuple[int, ...]
+
+
+def encode_prompts(target: Target, prompts: Sequence[Prompt], *, max_new_tokens: int) -> list[EncodedPrompt]:
+    """Token ids of every prompt, chats through the tokenizer's own template.
+
+    Raises:
+        InputError: there is no prompt, the tokenizer has no template, or a prompt leaves no room for its answer.
+    """
+    if not prompts:
+        raise InputError("No prompt is left to run; check --prompts, --workload and --split.")
+    encoded = [
+        EncodedPrompt(id=prompt.id, workload=prompt.workload, tokens=tuple(_encode(target, prompt)))
+        for prompt in prompts
+    ]
+    limit = target.position_limit
+    for prompt in encoded:
+        if not prompt.tokens:
+            raise InputError(f"Prompt {prompt.id} has no token.")
+        if limit is not None and len(prompt.tokens) + max_new_tokens > limit:
+            raise InputError(
+                f"Prompt {prompt.id} has {len(prompt.tokens)} tokens; with {max_new_tokens} new ones it exceeds the "
+                f"target's context of {limit}. Shorten it or lower --max-new-tokens."
+            )
+    return encoded
+
+
+def _encode(target: Target, prompt: Prompt) -> list[int]:
+    if prompt.messages is None:
+        ids: list[int] = target.tokenizer(prompt.text).input_ids
+        return ids
+    if not getattr(target.tokenizer, "chat_template", None):
+        raise InputError(
+            f"Prompt {prompt.id} is a conversation, but the tokenizer of {target.identity.name} has no chat template. "
+            'Use an instruct model (or --tokenizer with a template), or give raw text rows: {"text": ...}.'
+        )
+    return target.encode_chat([dict(message) for message in prompt.messages])
+
+
+def calibrate(
+    target: Target,
+    heads: DraftHeads,
+    prompts: Sequence[EncodedPrompt],
+    *,
+    out: Path,
+    max_new_tokens: int,
+    batch_size: int = 32,
+    provenance: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Record the rank trace of `prompts` in `out`, continuing what an earlier run left.
+
+    Args:
+        target, heads: as loaded; the heads must be path-local.
+        prompts: what to answer.
+        out: trace file; prompts that it or its unfinished part hold already are not run again.
+        max_new_tokens: cap of every answer.
+        batch_size: prompts answered together.
+        provenance: recorded in the file.
+        progress: called after every batch.
+
+    Raises:
+        MismatchError: `out` holds a trace of another identity, or of other prompts under the same ids.
+    """
+    empty = empty_trace(target, heads, max_new_tokens=max_new_tokens, provenance=provenance or {})
+    partial = out.with_name(out.name + ".part")
+    trace = merge_traces([empty, *(_readable(path, empty) for path in (out, partial) if path.exists())])
+    _require_unchanged(trace, prompts)
+    known = {prompt.id for prompt in trace.prompts}
+    missing = [prompt for prompt in prompts if prompt.id not in known]
+    done, constant = len(prompts) - len(missing), []
+    for batch in batches_by_length([len(prompt.tokens) for prompt in missing], batch_size):
+        chosen = [missing[index] for index in batch]
+        answers = answer_batch(target, [prompt.tokens for prompt in chosen], max_new_tokens=max_new_tokens)
+        trace = merge_traces([trace, trace_of_answers(empty, heads, chosen, answers)])
+        write_trace(partial, trace)
+        done, constant = done + len(batch), constant_heads(heads, answers)
+        if progress:
+            progress(done, len(prompts), len(trace.ranks))
+    trace = replace(_in_order(trace, prompts), provenance=provenance or {})
+    write_trace(out, trace)
+    partial.unlink(missing_ok=True)
+    return Calibration(trace=trace, constant_heads=tuple(constant))
+
+
+def empty_trace(
+    target: Target, heads: DraftHeads, *, max_new_tokens: int, provenance: dict[str, Any] | None = None
+) -> RankTrace:
+    """A trace without prompts: the identity that recorded rows are added to."""
+    return RankTrace(
+        prompts=(),
+        ranks=np.zeros((0, heads.identity.num_heads), dtype=np.int16),
+        resolved_ranks=min(RESOLVED_RANKS, target.known_ids),
+        target=target.identity,
+        heads=heads.identity,
+        rule=GREEDY,
+        max_new_tokens=max_new_tokens,
+        provenance=provenance or {},
+    )
+
+
+def trace_of_answers(
+    identity: RankTrace, heads: DraftHeads, prompts: Sequence[EncodedPrompt], answers: Sequence[Answer]
+) -> RankTrace:
+    """The trace of given answers, in the identity of `identity`."""
+    blocks = [
+        true_ranks(heads, answer.states, torch.tensor(answer.tokens), identity.resolved_ranks) for answer in answers
+    ]
+    return replace(
+        identity,
+        prompts=tuple(
+            TracePrompt(
+                id=prompt.id,
+                workload=prompt.workload,
+                prompt_tokens=len(prompt.tokens),
+                answer_tokens=len(answer.tokens),
+                end=answer.end,
+                digest=prompt.digest,
+            )
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ),
+        ranks=np.concatenate([block.numpy() for block in blocks]),
+    )
+
+
+def true_ranks(
+    heads: DraftHeads, states: Tensor, tokens: Int[Tensor, " answer"], resolved: int
+) -> Int[Tensor, "rows depth"]:
+    """Ranks of the true continuation at every row and depth of one answer, int16, with both sentinels.
+
+    Args:
+        heads: the draft heads.
+        states: `[answer, hidden]`, the state that chose each token.
+        tokens: y_0 .. y_{N-1}.
+        resolved: ranks told apart; a token beyond them gets `resolved`, one past the end -1.
+    """
+    depth, rows = heads.identity.num_heads, tokens.shape[0] - 1
+    ranks = torch.full((rows, depth), PAST_END, dtype=torch.int16)
+    path = true_paths(tokens, depth)
+    observed = torch.arange(1, depth + 1)[None, :] <= (rows - torch.arange(rows))[:, None]
+    with torch.inference_mode():
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            part = slice(start, min(start + _ROWS_AT_ONCE, rows))
+            lists = top_tokens(heads.path_scores(states[part], path[part, :-1]), resolved).cpu()
+            hits = lists == path[part, 1:, None]
+            found = torch.where(hits.any(dim=-1), hits.to(torch.uint8).argmax(dim=-1), resolved)
+            ranks[part] = torch.where(observed[part], found, PAST_END).to(torch.int16)
+    return ranks
+
+
+def true_paths(tokens: Int[Tensor, " answer"], depth: int) -> Int[Tensor, "rows depth_plus_one"]:
+    """Row j: the root y_j, then y_{j+1} .. y_{j+depth}, zero past the end."""
+    padded = torch.cat([tokens, tokens.new_zeros(depth)])
+    return padded.unfold(0, depth + 1, 1)[: tokens.shape[0] - 1]
+
+
+def constant_heads(heads: DraftHeads, answers: Sequence[Answer]) -> list[int]:
+    """Depths whose head puts the same token first at every row of `answers`, whatever it reads (FIELD-CASES 54)."""
+    constant = set(range(1, heads.identity.num_heads + 1))
+    first: Tensor | None = None
+    with torch.inference_mode():
+        for answer in answers:
+            if not constant or len(answer.tokens) < 2:
+                continue
+            path = true_paths(torch.tensor(answer.tokens), heads.identity.num_heads)[:_ROWS_AT_ONCE, :-1]
+            best = top_tokens(heads.path_scores(answer.states[: len(path)], path), 1)[..., 0].cpu()
+            first = best[0] if first is None else first
+            constant -= {depth for depth in constant if bool((best[:, depth - 1] != first[depth - 1]).any())}
+    return sorted(constant) if first is not None else []
+
+
+def _readable(path: Path, identity: RankTrace) -> RankTrace:
+    trace = read_trace(path)
+    try:
+        identity.require_same_identity(trace)
+    except MismatchError as error:
+        raise MismatchError(f"{path} holds a trace that cannot be continued: {error} Give another --out.") from None
+    return trace
+
+
+def _require_unchanged(trace: RankTrace, prompts: Sequence[EncodedPrompt]) -> None:
+    recorded = {prompt.id: prompt.digest for prompt in trace.prompts}
+    for prompt in prompts:
+        if recorded.get(prompt.id, prompt.digest) != prompt.digest:
+            raise MismatchError(
+                f"Prompt {prompt.id} was calibrated with other text before; give it another id or another --out."
+            )
+
+
+def _in_order(trace: RankTrace, prompts: Sequence[EncodedPrompt]) -> RankTrace:
+    """The same trace with its prompts in the order asked for, so that the file does not depend on interruptions."""
+    wanted = {prompt.id: index for index, prompt in enumerate(prompts)}
+    order = sorted(range(len(trace.prompts)), key=lambda i: (wanted.get(trace.prompts[i].id, len(wanted)), i))
+    blocks = [trace.ranks[trace.starts[i] : trace.starts[i + 1]] for i in order]
+    return replace(trace, prompts=tuple(trace.prompts[i] for i in order), ranks=np.concatenate(blocks))

@@ -1,0 +1,54 @@
+"""The commands, and the one place where errors become a line on stderr and an exit code.
+
+Nothing heavy is imported before a command runs, so that help is instant and `optimize` never loads torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from typing import Any
+
+import typer
+
+from topo_search.cli import bench, calibrate, generate, measure, optimize, train, tree
+from topo_search.errors import InputError, TopoSearchError
+
+app = typer.Typer(
+    help="Find, prove and serve the verification tree that is fastest for your model, heads, prompts and device.",
+    epilog="Start with: topo-search calibrate, then topo-search optimize --budget 64.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(calibrate.calibrate)
+app.command()(measure.measure)
+app.command()(optimize.optimize)
+app.command()(tree.show)
+app.command()(tree.export)
+app.command()(tree.schema)
+app.command()(generate.generate)
+app.command()(bench.bench)
+app.add_typer(train.app, name="train")
+
+
+def main() -> None:
+    """Run the command line; exit code 2 for bad input, 1 for a broken promise."""
+    warnings.showwarning = _show_warning
+    try:
+        app()
+    except InputError as error:
+        _complain(error)
+        sys.exit(2)
+    except TopoSearchError as error:
+        _complain(error)
+        sys.exit(1)
+
+
+def _complain(error: TopoSearchError) -> None:
+    print(f"Error: {error}", file=sys.stderr)  # noqa: T201
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    print(f"Warning: {message}", file=sys.stderr)  # noqa: T201

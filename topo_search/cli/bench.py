@@ -1,0 +1,164 @@
+"""`topo-search bench`: race generate, plain decoding, chain, Medusa's tree and the best tree."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from topo_search.cli import options
+
+if TYPE_CHECKING:
+    from topo_search.bench import Contender, RaceResult
+    from topo_search.cost import LatencyTable
+    from topo_search.heads.medusa import MedusaHeads
+    from topo_search.target import Target
+    from topo_search.trace import RankTrace
+
+
+def bench(
+    tree: Annotated[Path, typer.Option(help="The best tree.")] = options.TREES_FOLDER / "best-tree.tree.json",
+    chain: Annotated[Path, typer.Option(help="The best chain.")] = options.TREES_FOLDER / "best-chain.tree.json",
+    target: options.Target = "demo",
+    heads: options.Heads = "demo-medusa",
+    prompts: options.Prompts = None,
+    workload: options.Workload = None,
+    split: options.Split = None,
+    num_prompts: options.NumPrompts = None,
+    max_new_tokens: options.MaxNewTokens = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Passes over all prompts.")] = 3,
+    trace: options.TraceFile = None,
+    latency: options.LatencyFile = None,
+    as_json: options.Json = False,
+    allow_mismatch: options.AllowMismatch = False,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
+    attention: options.Attention = "sdpa",
+    tokenizer: options.Tokenizer = None,
+) -> None:
+    """Race the contenders on the same prompts, check the text and the predicted counts.
+
+    Exit code 1 where a text or a count differs and no near-tie explains it.
+
+    Examples: topo-search bench | topo-search bench --num-prompts 8 --repeats 3 --json
+    """
+    from topo_search.cli.decoding import fitting_tree
+    from topo_search.cli.inputs import chosen_prompts, load_draft_heads, load_model
+    from topo_search.errors import CheckError
+    from topo_search.report.console import note, progress
+    from topo_search.resources import packaged
+
+    found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
+    settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "tokenizer": tokenizer}
+    model = load_model(target, **settings)
+    draft_heads = load_draft_heads(heads, model)
+
+    from topo_search.bench import GENERATE, PLAIN, Contender, race
+    from topo_search.calibrate import encode_prompts
+    from topo_search.files.tree_file import read_tree
+    from topo_search.reference import greedy_settings, neutralised
+    from topo_search.tree import Tree
+
+    medusa = read_tree(packaged("trees/reference/medusa-63.tree.json")).tree
+    contenders = [
+        Contender(name=GENERATE, tree=None),
+        Contender(name=PLAIN, tree=Tree(())),
+        Contender(name="best chain", tree=fitting_tree(chain, model, draft_heads, allow_mismatch=allow_mismatch).tree),
+        Contender(name="medusa-63", tree=_as_deep_as(medusa, draft_heads)),
+        Contender(name="best tree", tree=fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch).tree),
+    ]
+    encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
+    calibration, table = _figures(trace, latency, model, draft_heads, contenders)
+    # generate runs the model as a transformers user would: without our packed weights.
+    reference = load_model(target, **settings, pack=False) if model.packed else model
+    note(f"Both sides decode with {greedy_settings(model, max_new_tokens)}; ignored: {neutralised(model) or 'nothing'}")
+    with progress("Racing") as advance:
+        result = race(
+            model,
+            reference,
+            draft_heads,
+            contenders,
+            encoded,
+            max_new_tokens=max_new_tokens,
+            repeats=repeats,
+            latency=table,
+            calibration=calibration,
+            progress=lambda done, total: advance(done, total, "answers"),
+        )
+    _report(result, as_json=as_json)
+    if result.failures:
+        raise CheckError("The race broke a promise:\n  " + "\n  ".join(result.failures))
+
+
+def _as_deep_as(tree: Any, heads: MedusaHeads) -> Any:
+    """Medusa's tree, pruned where there are fewer heads than it is deep."""
+    return tree.pruned(heads.identity.num_heads)
+
+
+def _figures(
+    trace: Path | None, latency: Path | None, model: Target, heads: MedusaHeads, contenders: list[Contender]
+) -> tuple[RankTrace | None, LatencyTable | None]:
+    """Trace and table for forecast and predicted rate; unknown where the newest ones are of something else."""
+    from topo_search.cli.inputs import newest_or_shipped
+    from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
+    from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
+
+    del contenders
+    trace_path, table_path = newest_or_shipped(trace, TRACE_SUFFIX), newest_or_shipped(latency, LATENCY_SUFFIX)
+    calibration = None if trace_path is None else read_trace(trace_path)
+    table = None if table_path is None else read_latency(table_path)
+    return (
+        calibration if _fits(calibration, model, heads, named=trace is not None) else None,
+        table if _fits(table, model, heads, named=latency is not None) else None,
+    )
+
+
+def _fits(found: RankTrace | LatencyTable | None, model: Target, heads: MedusaHeads, *, named: bool) -> bool:
+    from topo_search.cli.inputs import require_fit
+    from topo_search.identity import differing_fields
+
+    if found is None:
+        return False
+    if named:
+        require_fit("The file named", found.target, model.identity, allow_mismatch=False)
+        require_fit("The file named", found.heads, heads.identity, allow_mismatch=False)
+    return not differing_fields(found.target, model.identity) and not differing_fields(found.heads, heads.identity)
+
+
+def _report(result: RaceResult, *, as_json: bool) -> None:
+    from topo_search.report.console import note, stdout
+    from topo_search.report.tables import race_table, ratio_lines
+
+    if as_json:
+        print(json.dumps(_as_json(result), indent=2))  # noqa: T201
+        return
+    stdout().print(race_table(result))
+    for line in ratio_lines(result):
+        note(line)
+    for standing in result.standings:
+        for point in standing.divergences:
+            kind = "near-tie" if point.near_tie else "DIFFERENCE"
+            note(f"{kind}: {standing.name}, {point.prompt}, token {point.position}, gap {point.gap:.2g}")
+        for step in standing.mismatches:
+            kind = "near-tie" if step.near_tie else "MISMATCH"
+            counts = f"{step.decoded} accepted, replay {step.replayed}"
+            note(f"{kind}: {standing.name}, {step.prompt}, row {step.row}: {counts}")
+
+
+def _as_json(result: RaceResult) -> dict[str, Any]:
+    rows = []
+    for standing in result.standings:
+        row = asdict(standing)
+        first = row["divergences"][0] if row["divergences"] else None
+        row["stats"] = {"accepted_histogram": list(standing.stats.histogram), "steps": standing.stats.steps}
+        rows.append({**row, "first_divergence": first})
+    return {
+        "contenders": rows,
+        "ratios": [asdict(ratio) for ratio in result.ratios],
+        "prompts": result.prompts,
+        "repeats": result.repeats,
+        "failures": result.failures,
+    }

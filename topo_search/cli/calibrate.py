@@ -1,0 +1,77 @@
+"""`topo-search calibrate`: profile the draft heads on prompts, then time the step on the same device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from topo_search.cli import options
+
+
+def calibrate(
+    target: options.Target = "demo",
+    heads: options.Heads = "demo-medusa",
+    prompts: options.Prompts = None,
+    workload: options.Workload = None,
+    split: options.Split = None,
+    num_prompts: options.NumPrompts = None,
+    max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
+    seed: options.Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Trace file, or folder for trace and table.")] = None,
+    no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not time the step afterwards.")] = False,
+    dtype: options.Dtype = "float32",
+    device: options.Device = "cpu",
+    attention: options.Attention = "sdpa",
+    tokenizer: options.Tokenizer = None,
+) -> None:
+    """Let the target answer prompts and record where its tokens rank in the heads' lists.
+
+    Interrupted and started again it continues. Ends with a quick `measure`.
+
+    Examples: topo-search calibrate | topo-search calibrate --prompts mine.jsonl --max-new-tokens 256
+    """
+    from topo_search.accuracy import near_chance_heads
+    from topo_search.cli.inputs import artefact_stem, chosen_prompts, load_draft_heads, load_model, output_file
+    from topo_search.files.trace_file import TRACE_SUFFIX
+    from topo_search.provenance import provenance
+    from topo_search.report.console import note, progress, stdout
+    from topo_search.report.tables import accuracy_table
+
+    stem = artefact_stem(target, heads, max_new_tokens)
+    path = output_file(out, stem, TRACE_SUFFIX)
+    found = chosen_prompts(
+        prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
+    )
+    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
+    draft_heads = load_draft_heads(heads, model)
+
+    from topo_search.calibrate import calibrate as run
+    from topo_search.calibrate import encode_prompts
+
+    encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
+    note(f"Answering {len(encoded)} prompts, at most {max_new_tokens} tokens each ...")
+    with progress("Calibrating") as advance:
+        result = run(
+            model,
+            draft_heads,
+            encoded,
+            out=path,
+            max_new_tokens=max_new_tokens,
+            batch_size=batch_size,
+            provenance=provenance(),
+            progress=lambda done, total, rows: advance(done, total, f"prompts, {rows} positions"),
+        )
+    stdout().print(accuracy_table(result.trace))
+    for depth in result.constant_heads:
+        note(f"Warning: head {depth} always proposes the same token, whatever it reads; it only costs time.")
+    for depth in near_chance_heads(result.trace, model.known_ids):
+        note(f"Warning: head {depth} finds the true token no more often than chance; was it trained for this target?")
+    note(f"Wrote {path}")
+    if not no_measure:
+        from topo_search.cli.measure import quick_measure
+
+        quick_measure(model, draft_heads, out=path.parent, target=target, heads=heads, seed=seed)
+    note("Next: topo-search optimize --budget 64")

@@ -1,0 +1,119 @@
+"""What commands load: the model, its heads, prompts, and the newest trace and table."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from topo_search.cli.options import CALIBRATION_FOLDER
+from topo_search.errors import InputError, MismatchError
+from topo_search.files.artefacts import newest
+from topo_search.files.latency_file import LATENCY_SUFFIX
+from topo_search.files.prompts import Prompt, packaged_prompts, read_prompts, select_prompts
+from topo_search.files.trace_file import TRACE_SUFFIX
+from topo_search.identity import differing_fields
+from topo_search.report.console import note
+from topo_search.resources import packaged
+
+if TYPE_CHECKING:
+    from topo_search.heads.medusa import MedusaHeads
+    from topo_search.target import Target
+
+_SHIPPED = {
+    TRACE_SUFFIX: "calibration/demo/demo.trace.safetensors",
+    LATENCY_SUFFIX: "calibration/demo/demo.latency.json",
+}
+T = TypeVar("T")
+
+
+def load_model(
+    target: str, *, dtype: str, device: str, attention: str, tokenizer: str | None, pack: bool = True
+) -> Target:
+    """The target, with a word about what happens while it loads."""
+    note(f"Loading target {target} ({dtype}, {device}) ...")
+    from transformers.utils import logging
+
+    from topo_search.target import load_target
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    return load_target(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, pack=pack)
+
+
+def load_draft_heads(heads: str, target: Target) -> MedusaHeads:
+    """The draft heads."""
+    from topo_search.heads import load_heads
+
+    return load_heads(heads, target)
+
+
+def chosen_prompts(
+    prompts: Path | None, *, workload: str | None, split: str | None, default_split: str, num_prompts: int | None
+) -> list[Prompt]:
+    """The prompts that the options name, in order; `default_split` is for topo-search's own sets.
+
+    Raises:
+        InputError: the file, workload or split is unknown, or nothing is left.
+    """
+    if num_prompts is not None and num_prompts < 1:
+        raise InputError(f"--num-prompts is {num_prompts}; it must be at least 1.")
+    if prompts is None:
+        found = packaged_prompts(workload=workload, split=split or default_split)
+    else:
+        found = select_prompts(read_prompts(prompts), workload, split or "all")
+    return found if num_prompts is None else evenly(found, num_prompts)
+
+
+def evenly(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """`count` prompts, the same number from every workload as far as they go, in their order."""
+    seen: dict[str, int] = {}
+    turns = []
+    for index, prompt in enumerate(prompts):
+        turns.append((seen.get(prompt.workload, 0), index))
+        seen[prompt.workload] = seen.get(prompt.workload, 0) + 1
+    chosen = sorted(index for _, index in sorted(turns)[:count])
+    return [prompts[index] for index in chosen]
+
+
+def output_file(out: Path | None, stem: str, suffix: str) -> Path:
+    """Where a result goes: `out` as a file, in `out` as a folder, or in ./calibration."""
+    if out is not None and out.name.endswith(suffix):
+        return out
+    if out is not None and out.suffix and not out.is_dir():
+        raise InputError(f"--out {out} must be a folder or end in {suffix}.")
+    return (out or CALIBRATION_FOLDER) / (stem + suffix)
+
+
+def artefact_stem(target: str, heads: str, *rest: object) -> str:
+    """A file name from what an artefact is about."""
+    words = (re.sub(r"[^A-Za-z0-9.]+", "-", Path(str(part)).name).strip("-") for part in (target, heads, *rest))
+    return "_".join(word for word in words if word)
+
+
+def newest_or_shipped(given: Path | None, suffix: str) -> Path | None:
+    """The file given, else the newest in ./calibration, else the one shipped for the demo, else None."""
+    if given is not None:
+        return given
+    found = newest(CALIBRATION_FOLDER, suffix)
+    if found is not None:
+        return found
+    try:
+        return packaged(_SHIPPED[suffix])
+    except InputError:
+        return None
+
+
+def require_fit(what: str, given: Any, loaded: Any, *, allow_mismatch: bool) -> None:
+    """Refuse, or with the flag warn about, an artefact made for something else; unknown (None) fits.
+
+    Raises:
+        MismatchError: the identities differ and the flag is off.
+    """
+    if given is None or not (differing := differing_fields(given, loaded)):
+        return
+    message = f"{what} was made for something else: {'; '.join(differing)}."
+    if not allow_mismatch:
+        raise MismatchError(f"{message} Make it for this one, or pass --allow-mismatch.")
+    warnings.warn(message, stacklevel=2)

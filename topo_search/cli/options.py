@@ -1,0 +1,40 @@
+"""Options that several commands share: one name, one help text, one default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DEFAULT_MAX_NEW_TOKENS = 128
+DEFAULT_BUDGET = 64
+CALIBRATION_FOLDER, TREES_FOLDER = Path("calibration"), Path("trees")
+
+Target = Annotated[str, typer.Option(help="Hub name, folder, .gguf file, or demo.", rich_help_panel="Model")]
+Heads = Annotated[str, typer.Option(help="Folder of draft heads, or demo-medusa.", rich_help_panel="Model")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel="Model")]
+Device = Annotated[str, typer.Option(help="Torch device, e.g. cpu or cuda.", rich_help_panel="Model")]
+Attention = Annotated[str, typer.Option(help="sdpa or eager.", rich_help_panel="Model")]
+Tokenizer = Annotated[
+    str | None, typer.Option(help="Hub name or folder of another tokenizer.", rich_help_panel="Model")
+]
+Prompts = Annotated[
+    Path | None, typer.Option(help="JSONL of messages, prompt or text; topo-search's own sets by default.")
+]
+Workload = Annotated[str | None, typer.Option(help="Only prompts of this workload: chat, code, math, json.")]
+Split = Annotated[
+    str | None,
+    typer.Option(help="calibration, evaluation or all; of your own --prompts all by default."),
+]
+NumPrompts = Annotated[int | None, typer.Option(help="At most this many prompts, taken evenly from the workloads.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Cap of every answer, in tokens.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+TraceFile = Annotated[Path | None, typer.Option("--trace", help="Rank trace; the newest in ./calibration by default.")]
+LatencyFile = Annotated[
+    Path | None, typer.Option("--latency", help="Latency table; the newest in ./calibration by default.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
+AllowMismatch = Annotated[
+    bool, typer.Option("--allow-mismatch", help="Warn where tree, trace or table were made for something else.")
+]

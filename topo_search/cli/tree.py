@@ -1,0 +1,56 @@
+"""`topo-search show`, `export` and `schema`: look at a tree, hand it on, publish the formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+TreeArgument = Annotated[Path, typer.Argument(metavar="TREE", help="A *.tree.json file.")]
+
+
+def show(tree: TreeArgument) -> None:
+    """Draw a tree with each node's probability, and its mask.
+
+    Example: topo-search show trees/best-tree.tree.json
+    """
+    from topo_search.files.tree_file import read_tree
+    from topo_search.report.console import stdout
+    from topo_search.report.show import show_tree
+
+    stdout().print(show_tree(read_tree(tree)))
+
+
+def export(
+    tree: TreeArgument,
+    to: Annotated[str, typer.Option(help="masks, medusa, dot or graphml.")],
+    out: Annotated[Path | None, typer.Option(help="Output file; beside the tree by default.")] = None,
+) -> None:
+    """Write a tree for a decoder or a drawing program.
+
+    Example: topo-search export trees/best-tree.tree.json --to masks
+    """
+    from topo_search.errors import InputError
+    from topo_search.export import EXPORTERS
+    from topo_search.files.atomic import write_bytes
+    from topo_search.files.tree_file import TREE_SUFFIX, read_tree
+    from topo_search.report.console import note
+
+    if to not in EXPORTERS:
+        raise InputError(f"Unknown export {to!r}; choose one of {', '.join(EXPORTERS)}.")
+    exporter = EXPORTERS[to]
+    path = out or tree.with_name(tree.name.removesuffix(TREE_SUFFIX) + exporter.suffix)
+    write_bytes(path, exporter.to_bytes(read_tree(tree)))
+    note(f"Wrote {path}")
+
+
+def schema(name: Annotated[str, typer.Argument(help="tree, trace or latency.")]) -> None:
+    """Print the JSON Schema of a file format.
+
+    Example: topo-search schema tree
+    """
+    from topo_search.files.schema import schema as published
+
+    print(json.dumps(published(name), indent=2))  # noqa: T201

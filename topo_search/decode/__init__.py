@@ -1,0 +1,1 @@
+"""The tree decoder: cache, buffers, one step, start-up probe."""

@@ -1,0 +1,23 @@
+"""The errors a user can meet; nothing else is raised on purpose.
+
+TopoSearchError
+├── InputError          bad input: the thing, the rule and the way out (exit code 2)
+│   └── MismatchError   two artefacts that do not belong together (exit code 2)
+└── CheckError          a promise did not hold at run time: text, counts or logits differ (exit code 1)
+"""
+
+
+class TopoSearchError(Exception):
+    """Root of every error that topo-search raises on purpose."""
+
+
+class InputError(TopoSearchError):
+    """Something given by the user breaks a rule that the message names, with the way out."""
+
+
+class MismatchError(InputError):
+    """Artefacts made from different targets, heads, rules or devices were put together."""
+
+
+class CheckError(TopoSearchError):
+    """A run contradicted what it promised: lossless text, replayed counts or independent logits."""

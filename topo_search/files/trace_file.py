@@ -1,0 +1,161 @@
+"""`*.trace.safetensors`: a rank trace as three tensors and one JSON header.
+
+Tensors: `ranks` int16 `[rows, depth]`, `prompt` int32 `[rows]` (index into the prompts), `position` int32 `[rows]`.
+Header: `format`, `version`, and `trace`, the JSON of everything else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field, JsonValue
+from safetensors import SafetensorError, safe_open
+
+from topo_search.errors import InputError
+from topo_search.files.atomic import write_bytes
+from topo_search.files.documents import (
+    Count,
+    Document,
+    Length,
+    json_text,
+    parse_json,
+    published,
+    require_format,
+    schema_hint,
+    validated,
+)
+from topo_search.files.reading import naming, require_file
+from topo_search.files.tensors import safetensors_bytes
+from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity
+from topo_search.trace import RankTrace, TracePrompt
+
+TRACE_SUFFIX = ".trace.safetensors"
+MAX_BYTES = 2**30
+_TENSORS = {"ranks": ("I16", 2), "prompt": ("I32", 1), "position": ("I32", 1)}
+
+
+class PromptEntry(Document):
+    """One prompt and how its answer ended."""
+
+    id: Annotated[str, Field(min_length=1)]
+    workload: Annotated[str, Field(min_length=1)]
+    prompt_tokens: Length
+    answer_tokens: Count
+    end: Literal["eos", "cap"]
+    digest: str = ""
+
+
+class TraceDocument(Document):
+    """The header entry `trace`."""
+
+    prompts: list[PromptEntry]
+    resolved_ranks: Annotated[int, Field(ge=1, le=2**15 - 1)]
+    target: TargetIdentity
+    heads: HeadsIdentity
+    rule: RuleIdentity
+    max_new_tokens: Count
+    provenance: dict[str, JsonValue]
+
+
+def write_trace(path: Path, trace: RankTrace) -> None:
+    """Write a trace, atomically; equal input gives equal bytes.
+
+    Raises:
+        InputError: the file cannot be written, or the trace breaks the schema.
+    """
+    fields = {
+        "prompts": [asdict(prompt) for prompt in trace.prompts],
+        "resolved_ranks": trace.resolved_ranks,
+        "target": asdict(trace.target),
+        "heads": asdict(trace.heads),
+        "rule": asdict(trace.rule),
+        "max_new_tokens": trace.max_new_tokens,
+        "provenance": trace.provenance,
+    }
+    text = json_text(fields)
+    validated(path, text, TraceDocument, hint=schema_hint("trace"))
+    arrays: dict[str, np.ndarray] = {
+        "ranks": trace.ranks.astype(np.int16),
+        "prompt": trace.prompt_of_row.astype(np.int32),
+        "position": trace.positions.astype(np.int32),
+    }
+    metadata = {"format": "topo-search/trace", "version": "1", "trace": text}
+    write_bytes(path, safetensors_bytes(arrays, metadata))
+
+
+def read_trace(path: Path) -> RankTrace:
+    """Read and validate a trace.
+
+    Raises:
+        InputError: the file is missing, cut off, no safetensors, of another format or version, breaks the schema, or
+            its tensors contradict its prompts. The message names the file, the place and the rule.
+    """
+    metadata, arrays = _opened(path)
+    version = metadata.get("version")
+    require_format(path, {**metadata, "version": 1 if version == "1" else version}, "trace")
+    text = metadata.get("trace", "")
+    parse_json(f"{path}: the header entry trace", text)
+    document = validated(path, text, TraceDocument, hint=schema_hint("trace"))
+    with naming(path):
+        return _trace(document, arrays)
+
+
+def trace_schema() -> dict[str, Any]:
+    """The JSON Schema 2020-12 of the header entry `trace`."""
+    description = (
+        "The header entry `trace` of a trace file. Beside it stand format (topo-search/trace), version (1) and the "
+        "tensors ranks int16 [rows, depth], prompt int32 [rows] and position int32 [rows]."
+    )
+    return published(TraceDocument, kind="trace", description=description)
+
+
+def _opened(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    require_file(path, max_bytes=MAX_BYTES)
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            _check_tensors(path, {name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
+            return metadata, {name: file.get_tensor(name) for name in _TENSORS}
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"{path} is no readable safetensors file: {error}. Calibrate or copy it again.") from None
+
+
+def _check_tensors(path: Path, slices: dict[str, Any]) -> None:
+    found = {name: (part.get_dtype(), len(part.get_shape())) for name, part in slices.items()}
+    if found != _TENSORS:
+        raise InputError(
+            f"{path} is no topo-search trace file: it needs exactly the tensors ranks (int16, 2-D), prompt and "
+            f"position (int32, 1-D); found {', '.join(sorted(found)) or 'none'} as {list(found.values())}."
+        )
+
+
+def _trace(document: TraceDocument, arrays: dict[str, np.ndarray]) -> RankTrace:
+    _check_prompts(document)
+    trace = RankTrace(
+        prompts=tuple(TracePrompt(**prompt.model_dump()) for prompt in document.prompts),
+        ranks=arrays["ranks"],
+        resolved_ranks=document.resolved_ranks,
+        target=document.target,
+        heads=document.heads,
+        rule=document.rule,
+        max_new_tokens=document.max_new_tokens,
+        provenance=dict(document.provenance),
+    )
+    if trace.depth > document.heads.num_heads:
+        raise InputError(f"The trace has {trace.depth} depths, but its heads draft {document.heads.num_heads} tokens.")
+    for name, expected in (("prompt", trace.prompt_of_row), ("position", trace.positions)):
+        if not np.array_equal(arrays[name], expected):
+            raise InputError(f"The trace's tensor {name} does not follow from its prompts; calibrate again.")
+    return trace
+
+
+def _check_prompts(document: TraceDocument) -> None:
+    for prompt in document.prompts:
+        if prompt.answer_tokens > document.max_new_tokens:
+            raise InputError(
+                f"Prompt {prompt.id} has an answer of {prompt.answer_tokens} tokens, above the trace's cap of "
+                f"{document.max_new_tokens}; calibrate again."
+            )

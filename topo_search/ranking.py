@@ -1,0 +1,53 @@
+"""The one ranking of tokens, for calibration and decoder alike (MATH section 1, tie rule).
+
+A token's rank is the number of larger scores plus the number of equal scores with a smaller id, on fp32 scores
+(float64 stays float64). `torch.topk` leaves the order of ties open, which on bf16 changes even the set of tokens.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_ID_BITS = 32
+_SPARE = 8  # candidates beyond the wanted ones that settle most ties without ranking the whole vocabulary
+
+
+def top_tokens(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, "*rows count"]:
+    """The `count` best token ids of each row, best first, ties by lower id.
+
+    Scores of any floating type; float64 is compared as such, all others in fp32.
+    """
+    if scores.dtype == torch.float64:
+        # A stable sort keeps lower ids first; float64 only serves tiny models in tests.
+        return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    scores = scores.float()
+    # Whether ties reach beyond the candidates must be read back, which on an accelerator would stall it.
+    on_cpu = scores.device.type == "cpu"
+    found = _among_candidates(scores, count) if on_cpu and count + _SPARE < scores.shape[-1] else None
+    return _by_unique_keys(scores, count) if found is None else found
+
+
+def best_token(scores: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
+    """The token of rank 0 of each row: the target's greedy choice."""
+    best = scores.amax(dim=-1, keepdim=True)
+    # argmax of a boolean row is its first True: the lowest id among equal scores.
+    return (scores == best).to(torch.uint8).argmax(dim=-1)
+
+
+def _among_candidates(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, "*rows count"] | None:
+    """Order the first few of `torch.topk`; None where a tie reaches past them, so that they may be the wrong set."""
+    values, ids = torch.topk(scores, count + _SPARE, dim=-1)
+    if bool((values[..., count - 1] == values[..., -1]).any()):
+        return None
+    ids, by_id = torch.sort(ids, dim=-1)
+    by_score = torch.sort(values.gather(-1, by_id), dim=-1, descending=True, stable=True).indices
+    return ids.gather(-1, by_score)[..., :count]
+
+
+def _by_unique_keys(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, "*rows count"]:
+    """One unique integer per token: the order of fp32 scores in the high half, the complement of the id below."""
+    bits = (scores + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
+    ids = torch.arange(scores.shape[-1], device=scores.device)
+    keys = (ordered << _ID_BITS) | ((1 << _ID_BITS) - 1 - ids)
+    return torch.topk(keys, count, dim=-1, sorted=True).indices

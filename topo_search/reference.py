@@ -1,0 +1,95 @@
+"""Plain decoding by transformers' own `generate`: the baseline whose text every tree must reproduce.
+
+One settings object is resolved here for both sides. `generate` would otherwise take sampling, penalties and limits
+from the model's generation config (FIELD-CASES 13), so it is given a neutral one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from topo_search.decode.decoder import Decoded
+from topo_search.target.adapter import Target
+
+
+def greedy_settings(target: Target, max_new_tokens: int) -> dict[str, Any]:
+    """What both sides decode with: everything else in the model's generation config is neutralised."""
+    eos = list(target.eos_token_ids)
+    return {
+        "max_new_tokens": max_new_tokens,
+        "do_sample": False,
+        "eos_token_id": eos or None,
+        "pad_token_id": eos[0] if eos else 0,
+    }
+
+
+def neutralised(target: Target) -> dict[str, Any]:
+    """Fields of the model's generation config that would change greedy text, with the values that are ignored."""
+    config: Any = target.model.generation_config
+    if config is None:
+        return {}
+    ignored = (
+        "eos_token_id",
+        "bos_token_id",
+        "pad_token_id",
+        "transformers_version",
+        "use_cache",
+        "_from_model_config",
+    )
+    return {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in ignored and not name.startswith("output_") and value not in (None, False)
+    }
+
+
+def generate_plain(target: Target, prompt: Sequence[int], *, max_new_tokens: int) -> Decoded:
+    """transformers' greedy text for one prompt, with the time of the first token apart."""
+    clock = _FirstToken()
+    ids = torch.tensor([list(prompt)], device=target.device)
+    with _only(target, greedy_settings(target, max_new_tokens)):
+        start = time.perf_counter()
+        output = target.model.generate(  # type: ignore[operator]
+            ids, attention_mask=torch.ones_like(ids), stopping_criteria=[clock]
+        )
+    tokens = tuple(output[0, len(prompt) :].tolist())
+    end = time.perf_counter()
+    return Decoded(
+        tokens=tokens,
+        end="eos" if tokens[-1] in target.eos_token_ids else "cap",
+        accepted=(0,) * (len(tokens) - 1),
+        prefill_ms=1000 * (clock.first - start),
+        decode_ms=1000 * (end - clock.first),
+    )
+
+
+@contextmanager
+def _only(target: Target, settings: dict[str, Any]) -> Iterator[None]:
+    """Put `settings` in the place of the model's own generation config, which `generate` reads for what is unset."""
+    from transformers import GenerationConfig
+
+    model: Any = target.model
+    own = model.generation_config
+    model.generation_config = GenerationConfig(**settings)
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+@dataclass(slots=True)
+class _FirstToken:
+    """A stopping criterion that stops nothing and notes when the first token was there."""
+
+    first: float = field(default=0.0)
+
+    def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
+        if not self.first:
+            self.first = time.perf_counter()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

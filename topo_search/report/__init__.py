@@ -1,0 +1,1 @@
+"""What people read: drawings and tables for the terminal."""

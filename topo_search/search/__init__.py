@@ -1,0 +1,1 @@
+"""The search: from path probabilities, a trace and measured step times to the tree that is fastest here."""

@@ -1,0 +1,155 @@
+"""`Target`: the few things the rest of the package asks of a decoder-only model.
+
+Everything that differs between transformers versions (the name of the cache argument, the shape of masks for models
+whose layers differ) is decided here, once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from topo_search.decode.cache import SlotCache
+from topo_search.identity import TargetIdentity
+from topo_search.ranking import best_token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A loaded decoder-only model with what tree decoding needs to know of it.
+
+    Attributes:
+        model: the transformers model, in evaluation mode.
+        tokenizer: its tokenizer, or None for models used without text.
+        identity: name, weights' fingerprint and precision, as artefacts record them.
+        eos_token_ids: every id that ends an answer.
+        window: sliding-window length in tokens of the layers that have one, else None.
+        mixes_layer_types: whether some layers have a window and others see everything; such models take one mask each.
+        position_limit: positions the model was built for, or None when it states none.
+        known_ids: ids below it exist in the tokenizer; ids above are padding of the vocabulary and never proposed.
+        kv_shape: (layers, key-value heads, head dimension) of the cache.
+        packed: whether linear weights were packed for oneDNN.
+        note: what a reader of latencies must know of how the weights are held, or None.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    identity: TargetIdentity
+    eos_token_ids: tuple[int, ...]
+    window: int | None
+    mixes_layer_types: bool
+    position_limit: int | None
+    known_ids: int
+    kv_shape: tuple[int, int, int]
+    packed: bool = False
+    note: str | None = None
+    _cache_argument: str = field(init=False, default="")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_cache_argument", cache_argument(self.body))
+
+    @property
+    def body(self) -> nn.Module:
+        """The model without its output layer."""
+        body: nn.Module = self.model.base_model  # type: ignore[assignment]
+        return body
+
+    @property
+    def output_layer(self) -> nn.Module:
+        """The projection from hidden states to the vocabulary."""
+        layer: nn.Module = self.model.get_output_embeddings()  # type: ignore[operator]
+        return layer
+
+    @property
+    def output_weight(self) -> Float[Tensor, "vocab hidden"]:
+        """The projection's matrix."""
+        weight: Tensor = self.output_layer.weight  # type: ignore[assignment]
+        return weight.detach()
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return next(self.model.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of the model's activations."""
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    @property
+    def attention(self) -> str:
+        """The attention backend, as transformers names it."""
+        name: str = self.model.config._attn_implementation  # type: ignore[union-attr,assignment]
+        return name
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        size: int = self.model.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
+        return size
+
+    def new_cache(self, capacity: int, *, batch: int = 1) -> SlotCache:
+        """A preallocated cache of `capacity` tokens per row."""
+        layers, kv_heads, head_dim = self.kv_shape
+        return SlotCache(
+            layers=layers,
+            batch=batch,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            capacity=capacity,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def hidden_states(
+        self,
+        input_ids: Int[Tensor, "batch width"],
+        *,
+        cache: SlotCache | None = None,
+        position_ids: Int[Tensor, "batch width"] | None = None,
+        attention_mask: Any = None,
+    ) -> Float[Tensor, "batch width hidden"]:
+        """Final hidden states of the given tokens; with a cache they are written behind its committed ones.
+
+        `attention_mask` is None (the model's own causal mask), a 2-D padding mask, or a 4-D additive mask (a mapping
+        of layer type to mask where layers differ).
+        """
+        arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None}
+        if cache is not None:
+            arguments[self._cache_argument] = cache
+        if position_ids is not None:
+            arguments["position_ids"] = position_ids
+        if attention_mask is not None:
+            arguments["attention_mask"] = attention_mask
+        hidden: Tensor = self.body(**arguments).last_hidden_state
+        return hidden
+
+    def scores(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
+        """Output-layer scores, compared in fp32 or better; ids that no tokenizer entry backs score -infinity."""
+        scores: Tensor = self.output_layer(hidden)
+        if scores.dtype not in (torch.float32, torch.float64):
+            scores = scores.float()
+        if self.known_ids < scores.shape[-1]:
+            scores[..., self.known_ids :] = float("-inf")
+        return scores
+
+    def choose(self, hidden: Float[Tensor, "*rows hidden"]) -> Int[Tensor, "*rows"]:
+        """The greedy next token of each hidden state, ties by lower id."""
+        return best_token(self.scores(hidden))
+
+    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's own template, ready for the assistant's turn."""
+        encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        ids: list[int] = self.tokenizer(encoded, add_special_tokens=False).input_ids
+        return ids
+
+
+def cache_argument(body: nn.Module) -> str:
+    """How this transformers version names the cache: `cache` since 5.2x, `past_key_values` before."""
+    parameters = inspect.signature(body.forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"

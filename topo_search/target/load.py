@@ -1,0 +1,213 @@
+"""Load a target from a hub name, a folder, a `.gguf` file or `demo`, and refuse by name what trees cannot serve."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from topo_search.errors import InputError
+from topo_search.identity import TargetIdentity
+from topo_search.target.adapter import Target, cache_argument
+from topo_search.target.fingerprint import weights_fingerprint
+from topo_search.target.gguf import converted_folder, demo_gguf
+from topo_search.target.packing import pack_linears
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+_MASKED_ATTENTION = ("sdpa", "eager")
+_SANE_TEXT = "The capital of France is Paris. The sun rises in the east and sets in the west."
+_SANE_LOSS_SHARE = 0.6  # of log(vocabulary); a trained model stays below half, uniform logits reach 1
+
+
+def load_target(
+    spec: str,
+    *,
+    dtype: str = "float32",
+    device: str = "cpu",
+    attention: str = "sdpa",
+    tokenizer: str | None = None,
+    pack: bool = True,
+) -> Target:
+    """The target that `spec` names, ready for tree decoding.
+
+    Args:
+        spec: a hub name, a folder, a `.gguf` file, or `demo`.
+        dtype: one of `DTYPES`.
+        device: a torch device, e.g. `cpu` or `cuda`.
+        attention: `sdpa` or `eager`; the others take no 4-D mask.
+        tokenizer: a hub name or folder whose tokenizer replaces the model's own.
+        pack: pack fp32 linear weights for oneDNN on a CPU.
+
+    Raises:
+        InputError: the model is missing, unreadable, not decoder-only, or cannot take a 4-D mask.
+    """
+    torch_dtype, torch_device = _known_dtype(dtype), _usable_device(device)
+    if attention not in _MASKED_ATTENTION:
+        raise InputError(
+            f"Attention {attention!r} takes no 4-D tree mask; choose one of {', '.join(_MASKED_ATTENTION)}."
+        )
+    source, note = _resolve(spec)
+    model = _load_model(source, spec, torch_dtype, attention).to(torch_device)
+    text_tokenizer = _load_tokenizer(tokenizer or source, tokenizer or spec)
+    if note is not None:
+        require_sane(model, text_tokenizer, spec)
+    return make_target(model, text_tokenizer, name=spec, dtype=dtype, note=note, pack=pack)
+
+
+def make_target(
+    model: Any, tokenizer: Any, *, name: str, dtype: str, note: str | None = None, pack: bool = True
+) -> Target:
+    """Wrap a model that is already in memory.
+
+    Raises:
+        InputError: the model is not decoder-only, or its cache or mask cannot serve trees.
+    """
+    model.eval().requires_grad_(False)
+    kv_shape = _kv_shape(model, name)
+    config = model.config.get_text_config()
+    identity = TargetIdentity(name=name, fingerprint=weights_fingerprint(model), dtype=dtype)
+    packed = pack and pack_linears(model, output_layer=model.get_output_embeddings()) > 0
+    return Target(
+        model=model,
+        tokenizer=tokenizer,
+        identity=identity,
+        eos_token_ids=eos_token_ids(model),
+        window=_window(config),
+        mixes_layer_types=_mixes_layer_types(config),
+        position_limit=getattr(config, "max_position_embeddings", None),
+        known_ids=min(config.vocab_size, len(tokenizer)) if tokenizer is not None else config.vocab_size,
+        kv_shape=kv_shape,
+        packed=packed,
+        note=note,
+    )
+
+
+def eos_token_ids(model: Any) -> tuple[int, ...]:
+    """Every end-of-text id that the model's generation settings name."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    if ids is None:
+        return ()
+    return tuple(int(i) for i in ids) if isinstance(ids, list | tuple) else (int(ids),)
+
+
+def require_sane(model: nn.Module, tokenizer: Any, name: str) -> None:
+    """Refuse weights that lost something on the way: their loss on plain text is near that of guessing.
+
+    Raises:
+        InputError: the loss is above 0.6 of log(vocabulary).
+    """
+    ids = tokenizer(_SANE_TEXT, return_tensors="pt").input_ids.to(next(model.parameters()).device)
+    with torch.inference_mode():
+        logits = model(input_ids=ids).logits[0, :-1].float()
+    loss = nn.functional.cross_entropy(logits, ids[0, 1:]).item()
+    guess = math.log(logits.shape[-1])
+    if not loss < _SANE_LOSS_SHARE * guess:
+        raise InputError(
+            f"{name} predicts plain English no better than chance (loss {loss:.2f}, guessing gives {guess:.2f}): "
+            "tensors were dropped or misread. Use another file of this model."
+        )
+
+
+def _known_dtype(dtype: str) -> torch.dtype:
+    if dtype not in DTYPES:
+        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def _usable_device(device: str) -> torch.device:
+    try:
+        torch.empty(0, device=device)
+        return torch.device(device)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(f"Device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def _resolve(spec: str) -> tuple[str, str | None]:
+    """Where transformers finds the model, and what to note about its weights."""
+    dense = "de-quantised from GGUF: a dense fp32 copy, so its latency is not the quantised model's"
+    if spec == "demo":
+        return str(converted_folder(demo_gguf())), dense
+    path = Path(spec)
+    if spec.endswith(".gguf"):
+        if not path.is_file():
+            raise InputError(f"Target file {spec} does not exist.")
+        return str(converted_folder(path)), dense
+    if path.exists() or spec.startswith((".", "/", "~")) or spec.count("/") > 1:
+        if not path.is_dir():
+            raise InputError(f"Target folder {spec} does not exist; give a folder, a .gguf file, a hub name or demo.")
+        if not (path / "config.json").is_file():
+            raise InputError(f"Target folder {spec} has no config.json, so it holds no transformers model.")
+    return spec, None
+
+
+def _load_model(source: str, spec: str, dtype: torch.dtype, attention: str) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(source)
+        if getattr(config, "is_encoder_decoder", False):
+            raise InputError(f"{spec} is an encoder-decoder ({config.model_type}); trees need a decoder-only model.")
+        return AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=attention, use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InputError(f"Target {spec} cannot be loaded as a decoder-only model: {first_line}") from None
+
+
+def _load_tokenizer(source: str, spec: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise InputError(f"No tokenizer in {spec}: {first_line} Name one with --tokenizer.") from None
+
+
+def _kv_shape(model: Any, name: str) -> tuple[int, int, int]:
+    """Layers, key-value heads and head dimension, read from the cache that the model itself fills."""
+    from transformers.cache_utils import DynamicCache
+
+    body = model.base_model
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    try:
+        with torch.inference_mode():
+            body(input_ids=ids, use_cache=True, **{cache_argument(body): cache})
+        layers: list[Any] = list(cache.layers)
+        shapes = {tuple(part.shape) for layer in layers for part in (layer.keys, layer.values)}
+    except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
+        raise InputError(
+            f"{name} ({model.config.model_type}) fills no key-value cache that trees can use: {error}"
+        ) from None
+    if len(shapes) != 1 or len(next(iter(shapes))) != 4:
+        raise InputError(
+            f"{name} ({model.config.model_type}) has layers whose caches differ ({sorted(shapes)}); "
+            "trees need the same key-value shape in every layer."
+        )
+    _, kv_heads, _, head_dim = next(iter(shapes))
+    return len(cache.layers), kv_heads, head_dim
+
+
+def _window(config: Any) -> int | None:
+    """The sliding window of the layers that have one."""
+    types = getattr(config, "layer_types", None)
+    window = getattr(config, "sliding_window", None)
+    if window is None or (types is not None and "sliding_attention" not in types):
+        return None
+    return int(window)
+
+
+def _mixes_layer_types(config: Any) -> bool:
+    return len(set(getattr(config, "layer_types", None) or ())) > 1

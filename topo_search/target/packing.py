@@ -1,0 +1,66 @@
+"""Weights packed once for oneDNN: on a CPU an unpacked branch costs 1.6 plain steps, so no tree could win.
+
+`torch.ops.mkldnn._reorder_linear_weight` and `_linear_pointwise` are private, hence this one file, a capability
+check that runs them, and a plain fallback.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_WIDTH_HINT = 16  # the layout oneDNN picks for it serves every width from 1 on
+
+
+class PackedLinear(nn.Module):
+    """A frozen `nn.Linear` whose weight lies in oneDNN's blocked layout. Inference only.
+
+    `weight` is kept beside it where training needs the plain matrix (the output layer), else None.
+    """
+
+    def __init__(self, linear: nn.Linear, *, keep_weight: bool = False) -> None:
+        super().__init__()
+        self.weight = linear.weight if keep_weight else None
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _WIDTH_HINT)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Same as the linear layer it replaces."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
+        return output
+
+
+@cache
+def can_pack() -> bool:
+    """Whether this torch build packs fp32 linear weights and computes with them what it should."""
+    if not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")):
+        return False
+    linear = nn.Linear(64, 96)
+    inputs = torch.arange(3 * 64, dtype=torch.float32).reshape(3, 64) / 64
+    try:
+        with torch.inference_mode():
+            packed = PackedLinear(linear)(inputs)
+            return torch.allclose(packed, functional.linear(inputs, linear.weight, linear.bias), atol=1e-4)
+    except (RuntimeError, AttributeError, NotImplementedError, TypeError):
+        return False
+
+
+def pack_linears(model: nn.Module, *, output_layer: nn.Module | None = None) -> int:
+    """Replace every fp32 CPU linear layer of `model` by a packed one; returns how many.
+
+    The unpacked weights are released, save that of `output_layer`, which draft heads copy and train against. Zero
+    where the build cannot pack.
+    """
+    if not can_pack():
+        return 0
+    packed = 0
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+                setattr(parent, name, PackedLinear(child, keep_weight=child is output_layer))
+                packed += 1
+    return packed
