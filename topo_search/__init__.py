@@ -1,0 +1,72 @@
+"""topo-search: the verification tree that is fastest for your target, draft heads, prompts and device.
+
+The names below are loaded when first used, so importing the package stays cheap and `optimize` never loads torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from topo_search.cost import LatencyTable
+    from topo_search.decode.decoder import Decoded, TreeDecoder
+    from topo_search.errors import CheckError, InputError, MismatchError, TopoSearchError
+    from topo_search.files.tree_file import TreeFile, read_tree, write_tree
+    from topo_search.heads import load_heads
+    from topo_search.replay import replay
+    from topo_search.search.optimize import SearchResult, optimize
+    from topo_search.stats import DecodeStats
+    from topo_search.target import Target, load_target
+    from topo_search.trace import RankTrace
+    from topo_search.tree import Tree
+
+_HOME = {
+    "CheckError": "errors",
+    "DecodeStats": "stats",
+    "Decoded": "decode.decoder",
+    "InputError": "errors",
+    "LatencyTable": "cost",
+    "MismatchError": "errors",
+    "RankTrace": "trace",
+    "SearchResult": "search.optimize",
+    "Target": "target",
+    "TopoSearchError": "errors",
+    "Tree": "tree",
+    "TreeDecoder": "decode.decoder",
+    "TreeFile": "files.tree_file",
+    "load_heads": "heads",
+    "load_target": "target",
+    "optimize": "search.optimize",
+    "read_tree": "files.tree_file",
+    "replay": "replay",
+    "write_tree": "files.tree_file",
+}
+
+__all__ = [
+    "CheckError",
+    "DecodeStats",
+    "Decoded",
+    "InputError",
+    "LatencyTable",
+    "MismatchError",
+    "RankTrace",
+    "SearchResult",
+    "Target",
+    "TopoSearchError",
+    "Tree",
+    "TreeDecoder",
+    "TreeFile",
+    "load_heads",
+    "load_target",
+    "optimize",
+    "read_tree",
+    "replay",
+    "write_tree",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from topo_search.errors import InputError
 
@@ -41,10 +39,3 @@ def write_bytes(path: Path, content: bytes) -> None:
 def write_text(path: Path, content: str) -> None:
     """`write_bytes` for UTF-8 text."""
     write_bytes(path, content.encode("utf-8"))
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Any], metadata: Mapping[str, str] | None = None) -> None:
-    """Write torch tensors as one safetensors file, atomically."""
-    from safetensors.torch import save
-
-    write_bytes(path, save(dict(tensors), metadata=dict(metadata) if metadata else None))

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from topo_search.answers import Answer, answer_batch
 from topo_search.errors import InputError
-from topo_search.files.atomic import write_safetensors, write_text
+from topo_search.files.atomic import write_bytes, write_text
 from topo_search.files.prompts import Prompt
 from topo_search.resources import packaged
 from topo_search.target.adapter import Target
@@ -147,14 +147,14 @@ def write_answers(
 
 def _write_shard(path: Path, answers: Sequence[Answer]) -> None:
     lengths = [len(answer.tokens) for answer in answers]
-    write_safetensors(
-        path,
+    content = save(
         {
             "tokens": torch.tensor([token for answer in answers for token in answer.tokens], dtype=torch.int32),
             "states": torch.cat([answer.states for answer in answers]).to(torch.float16),
             "lengths": torch.tensor(lengths, dtype=torch.int32),
-        },
+        }
     )
+    write_bytes(path, content)
 
 
 def read_answers(shards: Sequence[Path]) -> TrainingText:
