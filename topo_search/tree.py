@@ -8,7 +8,7 @@ depth, then by ranks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -149,7 +149,7 @@ def canonical_key(path: Path) -> tuple[int, Path]:
 
 
 def _checked_path(index: int, entry: Any) -> Path:
-    if isinstance(entry, str) or not isinstance(entry, Iterable):
+    if not isinstance(entry, list | tuple):
         raise InputError(f"Tree entry {index} is {_shown(entry)}; a node is a list of ranks such as [0, 1].")
     path = tuple(entry)
     if not path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -116,4 +115,4 @@ def require_fit(what: str, given: Any, loaded: Any, *, allow_mismatch: bool) -> 
     message = f"{what} was made for something else: {'; '.join(differing)}."
     if not allow_mismatch:
         raise MismatchError(f"{message} Make it for this one, or pass --allow-mismatch.")
-    warnings.warn(message, stacklevel=2)
+    note(f"Warning: {message}")

@@ -6,7 +6,7 @@ replay is exact for such heads only.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -15,6 +15,7 @@ from topo_search.decode.plan import TreePlan
 from topo_search.identity import HeadsIdentity
 
 
+@runtime_checkable
 class DraftHeads(Protocol):
     """What the rest of the package needs of draft heads, and no more."""
 

@@ -1,0 +1,259 @@
+"""The commands as a user types them, on a tiny target: the whole flow, and each bad input once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from folders import save_tiny_heads, save_tiny_target
+from safetensors.numpy import load_file
+
+from topo_search.cli.app import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture(scope="session")
+def tiny_folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("tiny")
+    target, other = save_tiny_target(root / "target"), save_tiny_target(root / "other", seed=9)
+    return {
+        "target": target,
+        "other": other,
+        "heads": save_tiny_heads(root / "heads", target),
+        "shallow": save_tiny_heads(root / "shallow", target, num_heads=1),
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line in an empty folder: exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["topo-search", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        printed = capsys.readouterr()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def model(tiny_folders: dict[str, Path]) -> list[object]:
+    return ["--target", tiny_folders["target"], "--heads", tiny_folders["heads"]]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    rows = [{"prompt": f"w{n} w{n + 1} w3"} for n in range(6)]
+    path = tmp_path / "mine.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+@pytest.fixture
+def calibrated(run: Run, model: list[object], prompts: Path) -> list[object]:
+    code, _, err = run("calibrate", *model, "--prompts", prompts, "--max-new-tokens", 12, "--no-measure")
+    assert code == 0, err
+    grid = ["--quick", "--max-width", 5, "--contexts", "8,16", "--rounds", 2]
+    code, _, err = run("measure", *model, *grid)
+    assert code == 0, err
+    return model
+
+
+def test_the_whole_flow(run: Run, calibrated: list[object], prompts: Path, tmp_path: Path) -> None:
+    code, out, err = run("optimize", "--budget", 5, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert set(result) == {
+        *("name", "tree_file", "paths", "num_draft_nodes", "verify_width", "depth", "tokens_per_step"),
+        *("tokens_per_step_all_positions", "step_ms", "tokens_per_s", "speedup", "recommended", "alternatives"),
+    }
+    assert [row["name"] for row in result["alternatives"]] == ["plain", "best chain", "best tree"]
+    assert result["recommended"] == result["name"]
+    assert result["alternatives"][0]["tree_file"] is None
+    assert result["alternatives"][0]["tokens_per_step"] == 1.0
+    for row in result["alternatives"][1:]:
+        assert (tmp_path / row["tree_file"]).is_file()
+        assert row["verify_width"] == row["num_draft_nodes"] + 1 == len(row["paths"]) + 1 <= 5
+
+    code, out, err = run("show", "trees/best-tree.tree.json")
+    assert code == 0
+    assert "root" in out
+    code, _, err = run("export", "trees/best-tree.tree.json", "--to", "masks")
+    assert code == 0, err
+    assert load_file(tmp_path / "trees/best-tree.masks.safetensors")["attention_mask"].dtype == bool
+
+    code, out, err = run("generate", "w1 w2", *calibrated, "--max-new-tokens", 10)
+    assert code == 0, err
+    assert "tokens per step" in err
+    race = ["--prompts", prompts, "--max-new-tokens", 12, "--repeats", 2, "--json"]
+    code, out, err = run("bench", *calibrated, *race)
+    assert code == 0, err
+    contenders = json.loads(out)["contenders"]
+    assert [row["name"] for row in contenders] == ["generate", "plain", "best chain", "medusa-63", "best tree"]
+    for row in contenders:
+        assert row["text_equal"] is True
+        assert row["first_divergence"] is None
+    for row in contenders[1:]:
+        assert row["predicted_tokens_per_step"] == pytest.approx(row["tokens_per_step"])
+        assert row["forecast_tokens_per_step"] is not None
+
+
+def test_tokens_per_step_needs_no_table(run: Run, model: list[object], prompts: Path) -> None:
+    run("calibrate", *model, "--prompts", prompts, "--max-new-tokens", 12, "--no-measure")
+    trace = next(Path("calibration").glob("*.trace.safetensors"))
+    code, out, _ = run("optimize", "--trace", trace, "--objective", "tokens-per-step", "--budget", 4, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert result["recommended"] == "best tree"
+    assert result["name"] == "best tree"
+
+
+def test_calibrating_again_continues(run: Run, calibrated: list[object], prompts: Path) -> None:
+    trace = next(Path("calibration").glob("*.trace.safetensors"))
+    before = load_file(trace)["ranks"]
+    code, _, _ = run("calibrate", *calibrated, "--prompts", prompts, "--max-new-tokens", 12, "--no-measure")
+    assert code == 0
+    assert (load_file(trace)["ranks"] == before).all()
+
+
+def test_training_writes_heads_that_calibrate(
+    run: Run, tiny_folders: dict[str, Path], prompts: Path, tmp_path: Path
+) -> None:
+    target = ["--target", tiny_folders["target"]]
+    settings = ["--max-new-tokens", 12, "--num-heads", 2, "--epochs", 2, "--batch", 8, "--sampled-tokens", 0]
+    code, _, err = run("train", "medusa", "--out", "mine", *target, "--prompts", prompts, *settings)
+    assert code == 0, err
+    config = json.loads((tmp_path / "mine/config.json").read_text())
+    assert config["medusa_num_heads"] == 2
+    assert config["recipe"]["seed"] == 0
+    rows = ["--prompts", prompts, "--max-new-tokens", 8, "--no-measure"]
+    code, out, err = run("calibrate", *target, "--heads", "mine", *rows)
+    assert code == 0, err
+    assert "accuracy_given_path" in out
+
+
+def _refused(result: tuple[int, str, str], *words: str) -> None:
+    code, out, err = result
+    assert code == 2, err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert "Traceback" not in err
+    for word in words:
+        assert word in last, last
+    assert not out
+
+
+def _tree(path: Path, nodes: Any, **changes: Any) -> Path:
+    path.write_text(json.dumps({"format": "topo-search/tree", "version": 1, "name": "t", "nodes": nodes, "mask": {"ancestors": []}} | changes))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("nodes", "word"),
+    [([[0, 0]], "prefix [0]"), ([[0], [0]], "entry 1 repeats"), ([[-1]], "negative"), ([[0.5]], "integer")],
+)
+def test_bad_trees_are_named(run: Run, tmp_path: Path, nodes: Any, word: str) -> None:
+    _refused(run("show", _tree(tmp_path / "bad.tree.json", nodes)), "bad.tree.json", word)
+
+
+def test_a_file_that_is_no_tree(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "a.tree.json").write_text("{]")
+    _refused(run("show", "a.tree.json"), "a.tree.json", "JSON")
+    _refused(run("show", _tree(tmp_path / "b.tree.json", [[0]], format="other")), "format")
+    _refused(run("show", _tree(tmp_path / "c.tree.json", [[0]], version=9)), "version 9")
+    _refused(run("show", "none.tree.json"), "none.tree.json")
+
+
+def test_a_tree_deeper_than_the_heads(run: Run, calibrated: list[object], tiny_folders: dict[str, Path]) -> None:
+    run("optimize", "--budget", 5, "--objective", "tokens-per-step")
+    deep = ["--tree", "trees/best-chain.tree.json", "--target", tiny_folders["target"]]
+    shallow = ["--heads", tiny_folders["shallow"], "--allow-mismatch"]
+    refused = run("generate", "w1", *deep, *shallow)
+    assert "Warning: trees/best-chain.tree.json: its heads" in refused[2]
+    _refused(refused, "deep", "1 draft heads", "--prune-depth 1")
+
+
+def test_artefacts_of_another_target_or_heads(
+    run: Run, calibrated: list[object], tiny_folders: dict[str, Path]
+) -> None:
+    run("optimize", "--budget", 5)
+    others = ["--target", tiny_folders["other"], "--heads", tiny_folders["heads"]]
+    _refused(run("generate", "w1", *others), "trained for target")
+    shallow = ["--target", tiny_folders["target"], "--heads", tiny_folders["shallow"]]
+    _refused(run("generate", "w1", *shallow), "heads", "--allow-mismatch")
+    trace = next(Path("calibration").glob("*.trace.safetensors"))
+    _refused(run("bench", *shallow, "--trace", trace), "something else")
+    rows = ["--max-new-tokens", 12, "--no-measure", "--out", trace, "--prompts", "mine.jsonl"]
+    _refused(run("calibrate", *shallow, *rows), "cannot be continued", "--out")
+
+
+def test_bad_prompts(run: Run, model: list[object], tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("")
+    _refused(run("calibrate", *model, "--prompts", "empty.jsonl"), "empty.jsonl")
+    _refused(run("calibrate", *model, "--prompts", "none.jsonl"), "none.jsonl")
+    _refused(run("calibrate", *model, "--workload", "poetry"), "poetry", "chat")
+    _refused(run("calibrate", *model, "--num-prompts", 0), "--num-prompts")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 140}))
+    _refused(run("calibrate", *model, "--prompts", "long.jsonl"), "context of 128", "long")
+
+
+def test_bad_numbers_and_places(run: Run, model: list[object], calibrated: list[object], tmp_path: Path) -> None:
+    _refused(run("optimize", "--budget", 0), "budget", "at least 1")
+    (tmp_path / "file").write_text("")
+    _refused(run("optimize", "--budget", 4, "--out", "file/trees"), "file")
+    short = ["--prompts", "mine.jsonl", "--max-new-tokens", 4, "--no-measure"]
+    _refused(run("calibrate", *model, *short, "--out", "file/traces"), "file")
+    _refused(run("measure", *model, "--contexts", "a,b"), "--contexts")
+    _refused(run("export", "trees/none.tree.json", "--to", "vllm"), "vllm", "masks")
+    _refused(run("schema", "poem"), "poem", "tree")
+
+
+def test_a_truncated_trace(run: Run, calibrated: list[object], tmp_path: Path) -> None:
+    trace = next(Path("calibration").glob("*.trace.safetensors"))
+    (tmp_path / "cut.trace.safetensors").write_bytes(trace.read_bytes()[:-40])
+    _refused(run("optimize", "--trace", "cut.trace.safetensors"), "cut.trace.safetensors", "safetensors")
+
+
+def test_no_table_names_measure(run: Run, model: list[object], prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run("calibrate", *model, "--prompts", prompts, "--max-new-tokens", 12, "--no-measure")
+    monkeypatch.setattr(
+        "topo_search.cli.inputs._SHIPPED", dict.fromkeys((".trace.safetensors", ".latency.json"), "none")
+    )
+    _refused(run("optimize", "--budget", 4), "topo-search measure", "--objective tokens-per-step")
+
+
+def test_missing_models_are_named(run: Run, tmp_path: Path, tiny_folders: dict[str, Path]) -> None:
+    _refused(run("calibrate", "--target", "./nowhere"), "./nowhere")
+    _refused(run("calibrate", "--target", "nowhere.gguf"), "nowhere.gguf")
+    _refused(run("calibrate", "--target", tiny_folders["target"], "--heads", "./nowhere"), "./nowhere")
+    _refused(run("calibrate", "--target", tiny_folders["target"], "--dtype", "int3"), "int3", "float32")
+
+
+def test_optimize_and_help_load_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.argv = ['topo-search', 'optimize', '--budget', '64'];"
+        "from topo_search.cli import main\n"
+        "try: main()\n"
+        "finally: print('torch' in sys.modules, 'transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip().splitlines()[-1] == "False False"
+
+
+def test_the_module_is_the_same_command(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "topo_search", "--help"], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    for command in ("calibrate", "measure", "optimize", "show", "export", "schema", "generate", "bench", "train"):
+        assert command in done.stdout
