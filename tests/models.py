@@ -1,18 +1,60 @@
-"""Tiny random models from their configs, in float64 so that equality needs no tolerance."""
+"""Tiny random models from their configs, in float64 so that equality needs no tolerance, and heads that half know them.
+
+Gemma 2 attends eagerly, with a softmax in fp32 whatever the model's precision, so it runs in fp32 throughout.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
+import jaxtyping
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, MistralConfig
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.nn import functional
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GenerationConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+)
 
-from topo_search.heads.medusa import MedusaHeads, untrained_blocks
+from topo_search.calibrate import EncodedPrompt, true_paths
+from topo_search.compare import teacher_forced
+from topo_search.decode.decoder import Decoded
+from topo_search.files.tree_file import read_tree
+from topo_search.heads.medusa import MedusaBlocks, MedusaHeads
 from topo_search.identity import HeadsIdentity
+from topo_search.reference import generate_plain
+from topo_search.resources import packaged
 from topo_search.target import Target
 from topo_search.target.load import make_target
+from topo_search.tree import Tree
 
 VOCAB = 61
+WINDOW = 4
+POSITIONS = 48  # of the tiny GPT-2
+PROMPTS = ((1, 2, 3), (5, 9, 7, 11, 20), (60, 30), (44,))
+NEW_TOKENS = 32
+CHAT_TEMPLATE = "{% for message in messages %}w1 {{ message['content'] }} {% endfor %}w2"
+
+MEDUSA_63 = read_tree(packaged("trees/reference/medusa-63.tree.json")).tree
+SPARSE = Tree(((0,), (1,), (4,), (0, 0), (0, 2), (1, 1), (4, 0), (0, 0, 1), (0, 2, 0), (1, 1, 0), (0, 0, 1, 2)))
+TREES = {
+    "empty": Tree(()),
+    "chain": Tree.chain(4),
+    "dense": Tree.dense([3, 2, 2]),
+    "medusa-63": MEDUSA_63,
+    "sparse": SPARSE,
+}
 
 
 def tiny_model(config: Any, *, dtype: torch.dtype = torch.float64, attention: str = "sdpa") -> Any:
@@ -27,8 +69,7 @@ def tiny_model(config: Any, *, dtype: torch.dtype = torch.float64, attention: st
     return model
 
 
-def llama_config(**changes: Any) -> LlamaConfig:
-    """Eight attention heads on two key-value heads."""
+def _sizes(**changes: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
@@ -39,41 +80,129 @@ def llama_config(**changes: Any) -> LlamaConfig:
         "max_position_embeddings": 1024,
         "eos_token_id": None,
         "bos_token_id": None,
+        "tie_word_embeddings": False,
     }
-    return LlamaConfig(**(settings | changes))
+    return settings | changes
 
 
-def mistral_config(window: int = 4) -> MistralConfig:
-    """Every layer sees only the last `window` tokens."""
-    return MistralConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        sliding_window=window,
-        eos_token_id=None,
-        bos_token_id=None,
+def llama_config(**changes: Any) -> LlamaConfig:
+    """Eight attention heads on two key-value heads."""
+    return LlamaConfig(**_sizes(**changes))
+
+
+def mistral_config(**changes: Any) -> MistralConfig:
+    """Every layer sees only the last `WINDOW` tokens."""
+    return MistralConfig(**_sizes(**({"sliding_window": WINDOW} | changes)))
+
+
+def gemma2_config() -> Gemma2Config:
+    """Layers with and without a window in turn; attention and output scores are soft-capped."""
+    return Gemma2Config(**_sizes(sliding_window=WINDOW, head_dim=8, query_pre_attn_scalar=8, num_hidden_layers=4))
+
+
+def gemma3_config() -> Gemma3TextConfig:
+    """Layers with and without a window, each kind with rotary angles of its own."""
+    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    return Gemma3TextConfig(
+        **_sizes(sliding_window=WINDOW, head_dim=8, query_pre_attn_scalar=8, num_hidden_layers=4, layer_types=types)
     )
 
 
-def as_target(model: Any, *, name: str = "tiny", dtype: str = "float64") -> Target:
-    """A target without a tokenizer."""
-    return make_target(model, None, name=name, dtype=dtype)
+def gpt2_config() -> GPT2Config:
+    """Learned positions, and few of them."""
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS}
+    return GPT2Config(vocab_size=VOCAB, eos_token_id=None, bos_token_id=None, tie_word_embeddings=False, **sizes)
+
+
+_CONFIGS = {
+    "llama": llama_config,
+    "mistral": mistral_config,
+    "gemma2": gemma2_config,
+    "gemma3": gemma3_config,
+    "gpt2": gpt2_config,
+}
+ARCHITECTURES = tuple(_CONFIGS)
+
+
+def as_target(model: Any, *, name: str = "tiny", dtype: str = "float64", tokenizer: Any = None) -> Target:
+    """A target made of a model in memory."""
+    return make_target(model, tokenizer, name=name, dtype=dtype)
 
 
 def tiny_llama(**changes: Any) -> Target:
-    """A tiny Llama target."""
+    """A tiny Llama target of its own, free to be changed."""
     return as_target(tiny_model(llama_config(**changes)))
 
 
-def tiny_heads(target: Target, *, num_heads: int = 4, scale: float = 0.02) -> MedusaHeads:
-    """Heads near their untrained state, so that some guesses are right and others wrong."""
+@cache
+def target_of(architecture: str) -> Target:
+    """The tiny target of an architecture, shared by all tests."""
+    if architecture == "gemma2":
+        model = tiny_model(gemma2_config(), dtype=torch.float32, attention="eager")
+        return make_target(model, None, name=architecture, dtype="float32", pack=False)
+    return as_target(tiny_model(_CONFIGS[architecture]()), name=architecture)
+
+
+@cache
+def heads_of(architecture: str) -> MedusaHeads:
+    """Fitted heads of that target, shared by all tests."""
+    return tiny_heads(target_of(architecture))
+
+
+@cache
+def plain_text(architecture: str, prompt: tuple[int, ...]) -> Decoded:
+    """transformers' own greedy text of a prompt."""
+    return generate_plain(target_of(architecture), prompt, max_new_tokens=NEW_TOKENS)
+
+
+def tiny_heads(target: Target, *, num_heads: int = 4, noise: float = 1.0) -> MedusaHeads:
+    """Heads fitted to the target's answers to `PROMPTS` by least squares, then blurred: they are right now and then.
+
+    On these prompts steps of four heads accept any number of drafted tokens from 0 to 4.
+    """
+    states, following = _answered(target, num_heads)
+    gram = states.T @ states
+    gram += 0.1 * gram.diagonal().mean() * torch.eye(target.hidden_size, dtype=torch.float64)
+    wanted = functional.one_hot(following, VOCAB).double()
+    maps = torch.linalg.solve(gram, torch.einsum("rh,rkv->khv", states, wanted)).transpose(1, 2)
     torch.manual_seed(3)
-    blocks = untrained_blocks(target, num_heads=num_heads, num_layers=1, share_projection=True)
+    maps += noise * maps.std() * torch.randn_like(maps)
+    blocks = MedusaBlocks(num_heads=num_heads, num_layers=1, hidden=target.hidden_size, projection=maps[0])
     with torch.no_grad():
-        blocks.weight.normal_(std=scale)
+        blocks.projection.copy_(maps)
     identity = HeadsIdentity(name="tiny", kind="medusa", fingerprint="tiny", num_heads=num_heads)
     return MedusaHeads(blocks, target, identity)
+
+
+def _answered(target: Target, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """States of the target's answers, and the tokens that follow the root of each."""
+    states, following = [], []
+    for index, prompt in enumerate(PROMPTS):
+        tokens = generate_plain(target, prompt, max_new_tokens=NEW_TOKENS + 8).tokens
+        answer = teacher_forced(target, prompt, tokens, index=index, end="cap")
+        states.append(answer.states[:-1].double())
+        following.append(true_paths(torch.tensor(tokens), num_heads)[:, 1:])
+    return torch.cat(states), torch.cat(following)
+
+
+def encoded(*prompts: tuple[int, ...]) -> list[EncodedPrompt]:
+    """Prompts by their token ids, named p0, p1, ..."""
+    return [EncodedPrompt(id=f"p{i}", workload="code", tokens=tokens) for i, tokens in enumerate(prompts)]
+
+
+def tiny_tokenizer(*, words: int = VOCAB, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Words w1, w2, ... with their number as id; id 0 ends the text."""
+    vocabulary = {"<end>": 0} | {f"w{number}": number for number in range(1, words)}
+    backend = Tokenizer(WordLevel(vocabulary, unk_token="<end>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+@contextmanager
+def as_users_run_it() -> Iterator[None]:
+    """Without the shape and type checks, which exist under pytest only: our own messages must do."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -154,7 +154,8 @@ def _refused(result: tuple[int, str, str], *words: str) -> None:
 
 
 def _tree(path: Path, nodes: Any, **changes: Any) -> Path:
-    path.write_text(json.dumps({"format": "topo-search/tree", "version": 1, "name": "t", "nodes": nodes, "mask": {"ancestors": []}} | changes))
+    content = {"format": "topo-search/tree", "version": 1, "name": "t", "nodes": nodes, "mask": {"ancestors": []}}
+    path.write_text(json.dumps(content | changes))
     return path
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from topo_search.answers import Answer
 from topo_search.calibrate import EncodedPrompt, empty_trace, trace_of_answers
 from topo_search.compare import Divergence, StepMismatch, divergence, step_mismatch, teacher_forced
 from topo_search.cost import LatencyTable
@@ -26,7 +27,9 @@ from topo_search.tree import Tree
 
 GENERATE, PLAIN = "generate", "plain"
 
-Progress = Callable[[int, int], None]  # runs done, runs in all
+Progress = Callable[[int, int], None]  # answers done, answers in all
+
+_WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,142 +112,134 @@ class RaceResult:
         return found
 
 
-Runs = dict[str, list[list[Decoded]]]  # contender -> repeat -> prompt
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """What is raced on, the same for every contender.
 
-
-def race(
-    target: Target,
-    reference: Target,
-    heads: DraftHeads,
-    contenders: Sequence[Contender],
-    prompts: Sequence[EncodedPrompt],
-    *,
-    max_new_tokens: int,
-    repeats: int,
-    latency: LatencyTable | None = None,
-    calibration: RankTrace | None = None,
-    progress: Progress | None = None,
-) -> RaceResult:
-    """Race the contenders.
-
-    Args:
+    Attributes:
         target, heads: ours.
         reference: the same target as a transformers user runs it, for `generate`.
-        contenders: `generate` and `plain` among them.
         prompts: at least one.
         max_new_tokens: cap of every answer.
         repeats: passes over all prompts.
-        latency, calibration: for predicted times and the forecast.
-        progress: called after every answer.
+        latency, calibration: for predicted rates and the forecast; null where there are none.
+    """
+
+    target: Target
+    reference: Target
+    heads: DraftHeads
+    prompts: Sequence[EncodedPrompt]
+    max_new_tokens: int
+    repeats: int
+    latency: LatencyTable | None = None
+    calibration: RankTrace | None = None
+
+
+Runs = dict[str, list[list[Decoded]]]  # contender -> repeat -> prompt
+
+
+def race(course: Course, contenders: Sequence[Contender], *, progress: Progress | None = None) -> RaceResult:
+    """Race the contenders, `generate` and `plain` among them.
 
     Raises:
         InputError: a tree is deeper than the heads.
         CheckError: the start-up probe failed.
     """
-    runs = _run_all(target, reference, heads, contenders, prompts, max_new_tokens, repeats, progress)
-    plain = runs[PLAIN][0]
+    runs = _run_all(course, contenders, progress)
     answers = [
-        teacher_forced(target, p.tokens, run.tokens, index=i, end="eos" if run.end == "eos" else "cap")
-        for i, (p, run) in enumerate(zip(prompts, plain, strict=True))
+        teacher_forced(course.target, p.tokens, run.tokens, index=i, end="eos" if run.end == "eos" else "cap")
+        for i, (p, run) in enumerate(zip(course.prompts, runs[PLAIN][0], strict=True))
     ]
-    trace = trace_of_answers(empty_trace(target, heads, max_new_tokens=max_new_tokens), heads, prompts, answers)
-    standings = []
-    for contender in contenders:
-        walks = None if contender.tree is None else replay(trace, [contender.tree])
-        mismatches: list[StepMismatch] = []
-        if walks is not None:
-            pairs = zip(prompts, answers, walks.accepted(0), runs[contender.name][0], strict=True)
-            found = (step_mismatch(heads, p.id, a, steps, run.accepted) for p, a, steps, run in pairs)
-            mismatches = [mismatch for mismatch in found if mismatch]
-        differing = _divergences(target, prompts, runs[GENERATE][0], runs[contender.name][0])
-        standings.append(
-            _standing(contender, runs[contender.name], walks, trace, latency, calibration, differing, mismatches)
-        )
+    identity = empty_trace(course.target, course.heads, max_new_tokens=course.max_new_tokens)
+    trace = trace_of_answers(identity, course.heads, course.prompts, answers)
     return RaceResult(
-        standings=tuple(standings),
+        standings=tuple(_standing(course, contender, runs, trace, answers) for contender in contenders),
         ratios=tuple(_ratios(runs, [contender.name for contender in contenders])),
-        prompts=len(prompts),
-        repeats=repeats,
+        prompts=len(course.prompts),
+        repeats=course.repeats,
     )
 
 
-def _run_all(
-    target: Target,
-    reference: Target,
-    heads: DraftHeads,
-    contenders: Sequence[Contender],
-    prompts: Sequence[EncodedPrompt],
-    max_new_tokens: int,
-    repeats: int,
-    progress: Progress | None,
-) -> Runs:
+def _run_all(course: Course, contenders: Sequence[Contender], progress: Progress | None) -> Runs:
     """Every contender answers a prompt before any answers the next; who starts rotates."""
-    longest = max(len(prompt.tokens) for prompt in prompts) + max_new_tokens
-    decoders = {
-        c.name: TreeDecoder(target, heads, c.tree, capacity=longest, run_probe=index == 0)
-        for index, c in enumerate(c for c in contenders if c.tree is not None)
-        if c.tree is not None
-    }
+    decoders = _decoders(course, contenders)
 
     def answer(name: str, prompt: EncodedPrompt, cap: int) -> Decoded:
         if name in decoders:
             return decoders[name].generate(prompt.tokens, max_new_tokens=cap)
-        return generate_plain(reference, prompt.tokens, max_new_tokens=cap)
+        return generate_plain(course.reference, prompt.tokens, max_new_tokens=cap)
 
     names = [contender.name for contender in contenders]
     for name in names:
-        answer(name, prompts[0], min(4, max_new_tokens))  # warm-up
-    runs: Runs = {name: [[] for _ in range(repeats)] for name in names}
-    done = 0
-    for repeat in range(repeats):
-        for index, prompt in enumerate(prompts):
+        answer(name, course.prompts[0], min(_WARM_UP_TOKENS, course.max_new_tokens))
+    runs: Runs = {name: [[] for _ in range(course.repeats)] for name in names}
+    total = course.repeats * len(course.prompts) * len(names)
+    for repeat in range(course.repeats):
+        for index, prompt in enumerate(course.prompts):
             turn = (index + repeat) % len(names)
             for name in names[turn:] + names[:turn]:
-                runs[name][repeat].append(answer(name, prompt, max_new_tokens))
-                done += 1
-                if progress:
-                    progress(done, repeats * len(prompts) * len(names))
+                runs[name][repeat].append(answer(name, prompt, course.max_new_tokens))
+            if progress:
+                progress((repeat * len(course.prompts) + index + 1) * len(names), total)
     return runs
 
 
-def _divergences(
-    target: Target, prompts: Sequence[EncodedPrompt], expected: Sequence[Decoded], found: Sequence[Decoded]
-) -> list[Divergence]:
-    pairs = zip(prompts, expected, found, strict=True)
-    parted = (divergence(target, p.id, p.tokens, e.tokens, f.tokens) for p, e, f in pairs)
-    return [point for point in parted if point]
+def _decoders(course: Course, contenders: Sequence[Contender]) -> dict[str, TreeDecoder]:
+    """A decoder per tree; one probe serves all, since it does not depend on the tree."""
+    capacity = max(len(prompt.tokens) for prompt in course.prompts) + course.max_new_tokens
+    found: dict[str, TreeDecoder] = {}
+    for contender in contenders:
+        if contender.tree is not None:
+            found[contender.name] = TreeDecoder(
+                course.target, course.heads, contender.tree, capacity=capacity, run_probe=not found
+            )
+    return found
 
 
 def _standing(
-    contender: Contender,
-    repeats: list[list[Decoded]],
-    walks: Replay | None,
-    trace: RankTrace,
-    latency: LatencyTable | None,
-    calibration: RankTrace | None,
-    differing: list[Divergence],
-    mismatches: list[StepMismatch],
+    course: Course, contender: Contender, runs: Runs, trace: RankTrace, answers: Sequence[Answer]
 ) -> Standing:
+    repeats, tree = runs[contender.name], contender.tree
     stats = DecodeStats.of(length for run in repeats[0] for length in run.accepted)
-    rates = [_tokens_per_s(runs) for runs in repeats]
-    decode_ms = [sum(run.decode_ms for run in runs) for runs in repeats]
-    tree = contender.tree
-    forecast = None if tree is None or calibration is None else float(replay(calibration, [tree]).tokens_per_step[0])
+    rates = [_tokens_per_s(passed) for passed in repeats]
+    decode_ms = [sum(run.decode_ms for run in passed) for passed in repeats]
+    walks = None if tree is None else replay(trace, [tree])
+    divergences = tuple(_divergences(course, runs[GENERATE][0], repeats[0]))
     return Standing(
         name=contender.name,
         stats=stats,
         tokens_per_step=stats.tokens_per_step,
-        prefill_ms=float(np.median([run.prefill_ms for runs in repeats for run in runs])),
+        prefill_ms=float(np.median([run.prefill_ms for passed in repeats for run in passed])),
         step_ms=float(np.median(decode_ms)) / max(stats.steps, 1),
         tokens_per_s=float(np.median(rates)),
         tokens_per_s_spread=(min(rates), max(rates)),
-        text_equal=not differing,
-        divergences=tuple(differing),
-        mismatches=tuple(mismatches),
+        text_equal=not divergences,
+        divergences=divergences,
+        mismatches=() if walks is None else tuple(_mismatches(course, answers, walks, repeats[0])),
         predicted_tokens_per_step=None if walks is None else float(walks.tokens_per_step[0]),
-        predicted_tokens_per_s=None if walks is None or tree is None else _predicted_rate(walks, tree, trace, latency),
-        forecast_tokens_per_step=forecast,
+        predicted_tokens_per_s=None if walks is None else _predicted_rate(course.latency, trace, walks, tree),
+        forecast_tokens_per_step=_forecast(course.calibration, tree),
     )
+
+
+def _divergences(course: Course, expected: Sequence[Decoded], found: Sequence[Decoded]) -> list[Divergence]:
+    triples = zip(course.prompts, expected, found, strict=True)
+    parted = (divergence(course.target, p.id, p.tokens, e.tokens, f.tokens) for p, e, f in triples)
+    return [point for point in parted if point]
+
+
+def _mismatches(
+    course: Course, answers: Sequence[Answer], walks: Replay, found: Sequence[Decoded]
+) -> list[StepMismatch]:
+    rows = zip(course.prompts, answers, walks.accepted(0), found, strict=True)
+    parted = (step_mismatch(course.heads, p.id, a, steps, run.accepted) for p, a, steps, run in rows)
+    return [step for step in parted if step]
+
+
+def _forecast(calibration: RankTrace | None, tree: Tree | None) -> float | None:
+    if calibration is None or tree is None:
+        return None
+    return float(replay(calibration, [tree]).tokens_per_step[0])
 
 
 def _tokens_per_s(runs: Sequence[Decoded]) -> float:
@@ -252,8 +247,8 @@ def _tokens_per_s(runs: Sequence[Decoded]) -> float:
     return 1000.0 * tokens / max(sum(run.decode_ms for run in runs), 1e-9)
 
 
-def _predicted_rate(walks: Replay, tree: Tree, trace: RankTrace, latency: LatencyTable | None) -> float | None:
-    if latency is None or tree.verify_width not in latency.widths() or not walks.steps[0]:
+def _predicted_rate(latency: LatencyTable | None, trace: RankTrace, walks: Replay, tree: Tree | None) -> float | None:
+    if latency is None or tree is None or tree.verify_width not in latency.widths() or not walks.steps[0]:
         return None
     times = latency.step_ms(verify_width=tree.verify_width, depth=tree.depth)
     visited = walks.visited[0]

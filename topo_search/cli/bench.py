@@ -12,7 +12,7 @@ import typer
 from topo_search.cli import options
 
 if TYPE_CHECKING:
-    from topo_search.bench import Contender, RaceResult
+    from topo_search.bench import RaceResult
     from topo_search.cost import LatencyTable
     from topo_search.heads.medusa import MedusaHeads
     from topo_search.target import Target
@@ -56,7 +56,7 @@ def bench(
     model = load_model(target, **settings)
     draft_heads = load_draft_heads(heads, model)
 
-    from topo_search.bench import GENERATE, PLAIN, Contender, race
+    from topo_search.bench import GENERATE, PLAIN, Contender, Course, race
     from topo_search.calibrate import encode_prompts
     from topo_search.files.tree_file import read_tree
     from topo_search.reference import greedy_settings, neutralised
@@ -67,25 +67,27 @@ def bench(
         Contender(name=GENERATE, tree=None),
         Contender(name=PLAIN, tree=Tree(())),
         Contender(name="best chain", tree=fitting_tree(chain, model, draft_heads, allow_mismatch=allow_mismatch).tree),
-        Contender(name="medusa-63", tree=_as_deep_as(medusa, draft_heads)),
+        Contender(name="medusa-63", tree=medusa.pruned(draft_heads.identity.num_heads)),
         Contender(name="best tree", tree=fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch).tree),
     ]
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
-    calibration, table = _figures(trace, latency, model, draft_heads, contenders)
+    calibration, table = _figures(trace, latency, model, draft_heads)
     # generate runs the model as a transformers user would: without our packed weights.
     reference = load_model(target, **settings, pack=False) if model.packed else model
     note(f"Both sides decode with {greedy_settings(model, max_new_tokens)}; ignored: {neutralised(model) or 'nothing'}")
     with progress("Racing") as advance:
         result = race(
-            model,
-            reference,
-            draft_heads,
+            Course(
+                target=model,
+                reference=reference,
+                heads=draft_heads,
+                prompts=encoded,
+                max_new_tokens=max_new_tokens,
+                repeats=repeats,
+                latency=table,
+                calibration=calibration,
+            ),
             contenders,
-            encoded,
-            max_new_tokens=max_new_tokens,
-            repeats=repeats,
-            latency=table,
-            calibration=calibration,
             progress=lambda done, total: advance(done, total, "answers"),
         )
     _report(result, as_json=as_json)
@@ -93,20 +95,14 @@ def bench(
         raise CheckError("The race broke a promise:\n  " + "\n  ".join(result.failures))
 
 
-def _as_deep_as(tree: Any, heads: MedusaHeads) -> Any:
-    """Medusa's tree, pruned where there are fewer heads than it is deep."""
-    return tree.pruned(heads.identity.num_heads)
-
-
 def _figures(
-    trace: Path | None, latency: Path | None, model: Target, heads: MedusaHeads, contenders: list[Contender]
+    trace: Path | None, latency: Path | None, model: Target, heads: MedusaHeads
 ) -> tuple[RankTrace | None, LatencyTable | None]:
     """Trace and table for forecast and predicted rate; unknown where the newest ones are of something else."""
     from topo_search.cli.inputs import newest_or_shipped
     from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
     from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
 
-    del contenders
     trace_path, table_path = newest_or_shipped(trace, TRACE_SUFFIX), newest_or_shipped(latency, LATENCY_SUFFIX)
     calibration = None if trace_path is None else read_trace(trace_path)
     table = None if table_path is None else read_latency(table_path)

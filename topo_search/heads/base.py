@@ -33,6 +33,6 @@ class DraftHeads(Protocol):
     ) -> Float[Tensor, "rows depth vocab"]:
         """Vocabulary scores of every depth at every row, each under the true path, in fp32 or better.
 
-        `tokens[row, k]` is the root for k = 0 and the true token of depth k after it.
+        `tokens[row, k]` is the root for k = 0 and the true token of depth k after it. Both may lie on any device.
         """
         ...

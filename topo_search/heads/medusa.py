@@ -78,6 +78,7 @@ class MedusaHeads:
     ) -> Float[Tensor, "rows depth vocab"]:
         """See `DraftHeads`; the tokens are not read."""
         del tokens
+        states = states.to(device=self.target.device, dtype=self.target.dtype)
         return self.scores(states, self.blocks.num_heads).transpose(0, 1)
 
 

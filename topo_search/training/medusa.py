@@ -99,6 +99,7 @@ def train_medusa(
     Raises:
         InputError: the text has no position with a label, or an id beyond the vocabulary.
     """
+    blocks.to(output_weight.device)
     labels = aligned_labels(text.tokens, text.answer_of, recipe.num_heads)
     _require_usable(labels, output_weight.shape[0])
     run = _Run.start(blocks, recipe, torch.nonzero(labels[:, 0] != IGNORED).flatten(), checkpoint)
@@ -121,11 +122,16 @@ def head_losses(
     recipe: MedusaRecipe,
     sampler: torch.Generator,
 ) -> Float[Tensor, " heads"]:
-    """Mean cross-entropy of each head over the rows that it has a label for; 0 where it has none."""
+    """Mean cross-entropy of each head over the rows that it has a label for; 0 where it has none.
+
+    States and labels may lie on the CPU; the work is done where `output_weight` is.
+    """
+    device = output_weight.device
     candidates, correction = _candidates(labels, output_weight.shape[0], recipe.sampled_tokens, sampler)
-    position_of = torch.full((output_weight.shape[0],), IGNORED, dtype=torch.long)
-    position_of[candidates] = torch.arange(candidates.shape[0])
-    features = blocks(states, labels.shape[1])
+    candidates, correction, labels = candidates.to(device), correction.to(device), labels.to(device)
+    position_of = torch.full((output_weight.shape[0],), IGNORED, dtype=torch.long, device=device)
+    position_of[candidates] = torch.arange(candidates.shape[0], device=device)
+    features = blocks(states.to(device), labels.shape[1])
     losses = []
     for head in range(labels.shape[1]):
         wanted = labels[:, head] != IGNORED
@@ -203,7 +209,7 @@ class _Run:
         return self.usable[order[at * self.recipe.batch : (at + 1) * self.recipe.batch]]
 
     def descend(self, losses: Float[Tensor, " heads"]) -> None:
-        weights = self.recipe.head_decay ** torch.arange(losses.shape[0])
+        weights = self.recipe.head_decay ** torch.arange(losses.shape[0], device=losses.device)
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * _schedule(self.step, self.steps)
         self.optimizer.zero_grad(set_to_none=True)
