@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from topo_search.errors import CheckError, InputError, MismatchError, TopoSearchError
     from topo_search.files.tree_file import TreeFile, read_tree, write_tree
     from topo_search.heads import load_heads
-    from topo_search.replay import replay
     from topo_search.search.optimize import SearchResult, optimize
     from topo_search.stats import DecodeStats
     from topo_search.target import Target, load_target
@@ -39,7 +38,6 @@ _HOME = {
     "load_target": "target",
     "optimize": "search.optimize",
     "read_tree": "files.tree_file",
-    "replay": "replay",
     "write_tree": "files.tree_file",
 }
 
@@ -61,7 +59,6 @@ __all__ = [
     "load_target",
     "optimize",
     "read_tree",
-    "replay",
     "write_tree",
 ]
 

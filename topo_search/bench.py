@@ -231,8 +231,11 @@ def _divergences(course: Course, expected: Sequence[Decoded], found: Sequence[De
 def _mismatches(
     course: Course, answers: Sequence[Answer], walks: Replay, found: Sequence[Decoded]
 ) -> list[StepMismatch]:
+    """Steps that replay counts otherwise, where the text is the plain one; other text is a divergence already."""
     rows = zip(course.prompts, answers, walks.accepted(0), found, strict=True)
-    parted = (step_mismatch(course.heads, p.id, a, steps, run.accepted) for p, a, steps, run in rows)
+    parted = (
+        step_mismatch(course.heads, p.id, a, steps, run.accepted) for p, a, steps, run in rows if run.tokens == a.tokens
+    )
     return [step for step in parted if step]
 
 
@@ -262,7 +265,7 @@ def _ratios(runs: Runs, names: Sequence[str]) -> list[Ratio]:
         wanted += [("best tree", name) for name in names if name not in (PLAIN, GENERATE, "best tree")]
     found = []
     for of, over in wanted:
-        if of in runs and over in runs:
+        if of in runs and over in runs and all(_tokens_per_s(theirs) for theirs in runs[over]):
             pairs = zip(runs[of], runs[over], strict=True)
             ratios = [_tokens_per_s(mine) / _tokens_per_s(theirs) for mine, theirs in pairs]
             found.append(Ratio(of=of, over=over, median=float(np.median(ratios)), low=min(ratios), high=max(ratios)))

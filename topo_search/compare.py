@@ -29,7 +29,7 @@ class Divergence:
         position: index of the first differing answer token.
         expected, found: the tokens there; null where one text has ended.
         gap: difference of the target's two best scores there.
-        near_tie: whether the gap is below `NEAR_TIE`.
+        near_tie: whether the gap is below `NEAR_TIE`, which explains two tokens, never a text that goes on or ends.
     """
 
     prompt: str
@@ -65,7 +65,7 @@ def divergence(
         expected=expected[position] if position < len(expected) else None,
         found=found[position] if position < len(found) else None,
         gap=gap,
-        near_tie=gap < NEAR_TIE,
+        near_tie=gap < NEAR_TIE and position < min(len(expected), len(found)),
     )
 
 

@@ -239,7 +239,9 @@ def timed_ms(call: Callable[[], object], device: torch.device) -> float:
 
 def timed_tree(num_draft_nodes: int, depth: int) -> Tree:
     """A tree of that many nodes, at most `depth` deep, spread over ranks as a real one is."""
-    estimate = independent([_SPREAD] * depth, num_draft_nodes)
+    # Ranks beyond the table come last: without them few heads could not fill a wide tree.
+    spread = (*_SPREAD, *(1e-6 * 0.99**rank for rank in range(num_draft_nodes)))
+    estimate = independent([spread] * depth, num_draft_nodes)
     return frontier(estimate, num_draft_nodes=num_draft_nodes).tree(num_draft_nodes)
 
 

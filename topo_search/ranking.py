@@ -29,9 +29,7 @@ def top_tokens(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, 
 
 def best_token(scores: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
     """The token of rank 0 of each row: the target's greedy choice."""
-    best = scores.amax(dim=-1, keepdim=True)
-    # argmax of a boolean row is its first True: the lowest id among equal scores.
-    return (scores == best).to(torch.uint8).argmax(dim=-1)
+    return scores.argmax(dim=-1)  # documented to be the first of equal maxima
 
 
 def _among_candidates(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, "*rows count"] | None:

@@ -18,12 +18,11 @@ from models import (
     PROMPTS,
     TREES,
     VOCAB,
-    WINDOW,
     as_target,
     as_users_run_it,
     heads_of,
     llama_config,
-    mistral_config,
+    must_not_run,
     plain_text,
     target_of,
     tiny_heads,
@@ -99,7 +98,7 @@ def test_the_smallest_trees(tree: Tree) -> None:
 
 
 def test_plain_decoding_needs_no_heads_and_runs_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MedusaHeads, "propose", None)
+    monkeypatch.setattr(MedusaHeads, "propose", must_not_run)
     expected = plain_text("llama", PROMPTS[0]).tokens
     for heads in (None, heads_of("llama")):
         decoder = TreeDecoder(target_of("llama"), heads, Tree(()))
@@ -245,8 +244,10 @@ def test_a_tree_deeper_than_the_heads_is_refused_before_any_work(heads: int, mon
     target = target_of("llama")
     fewer = tiny_heads(target, num_heads=heads) if heads else None
     with monkeypatch.context() as patch:
-        patch.setattr(Target, "hidden_states", None)
-        with pytest.raises(InputError, match=rf"path \[.*\] is {heads + 1} deep, but there are {heads} .*depth {heads}"):
+        patch.setattr(Target, "hidden_states", must_not_run)
+        with pytest.raises(
+            InputError, match=rf"path \[.*\] is {heads + 1} deep, but there are {heads} .*depth {heads}"
+        ):
             TreeDecoder(target, fewer, MEDUSA_63)
     answer = TreeDecoder(target, fewer, MEDUSA_63.pruned(heads)).generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
     assert answer.tokens == plain_text("llama", PROMPTS[0]).tokens
@@ -300,21 +301,49 @@ def test_ids_beyond_the_tokenizer_are_never_drafted_or_decoded() -> None:
 @pytest.mark.parametrize("architecture", ["llama", "mistral"])
 def test_after_every_step_the_cache_is_that_of_the_committed_text(architecture: str) -> None:
     """FIELD-CASES 4: scattered accepted slots become a dense prefix, and what was committed before does not move."""
-    target, decoder = target_of(architecture), decoder_of(architecture, DENSE)
-    storage, prompt, text, scattered = decoder.buffers()[0], PROMPTS[0], list(PROMPTS[0]), 0
-    for emitted in decoder.stream(prompt, max_new_tokens=NEW_TOKENS - 1):
-        before = storage[..., : len(text) - 1, :].clone() if len(text) > len(prompt) else None
-        drafted = decoder._steps[-1].input_ids[0].tolist()
+    target, decoder, prompt = target_of(architecture), decoder_of(architecture, DENSE), PROMPTS[0]
+    steps, storage, scattered = decoder.stream(prompt, max_new_tokens=NEW_TOKENS), decoder.buffers()[0], 0
+    text = [*prompt, *next(steps)]
+    committed = storage[..., : len(prompt), :].clone()
+    for emitted in steps:
+        assert torch.equal(storage[..., : committed.shape[-2], :], committed)
         text += emitted
-        if before is None:
-            before, last = storage[..., : len(prompt), :].clone(), text[-1]
-            continue
-        assert last == drafted[0]
-        last = text[-1]
-        scattered += len(emitted) > 1 and drafted[1 : len(emitted)] != emitted[:-1]
-        fresh = target.new_cache(len(text))
+        committed = storage[..., : len(text) - 1, :].clone()
+        fresh = target.new_cache(len(text) - 1)
         target.hidden_states(torch.tensor([text[:-1]]), cache=fresh)
-        assert torch.allclose(
-            storage[..., : len(text) - 1, :], fresh.storage[..., : len(text) - 1, :], rtol=0, atol=1e-9
-        )
+        assert torch.allclose(committed, fresh.storage, rtol=0, atol=1e-9)
+        drafted = decoder._steps[-1].input_ids[0].tolist()
+        scattered += drafted[1 : len(emitted)] != emitted[:-1]
     assert scattered >= 3
+
+
+def live_bytes() -> int:
+    """Bytes of every tensor that Python still reaches."""
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def test_500_steps_leave_every_buffer_where_it_was() -> None:
+    """FIELD-CASES 49: no buffer is allocated, grown or freed in a step, and nothing piles up."""
+    target = tiny_llama(max_position_embeddings=4096)
+    decoder = TreeDecoder(target, tiny_heads(target), DENSE, capacity=2000, run_probe=False)
+    addresses = [buffer.data_ptr() for buffer in decoder.buffers()]
+    steps = decoder.stream(PROMPTS[0], max_new_tokens=1990)
+    for _ in range(10):
+        next(steps)
+    after_ten = live_bytes()
+    for _ in range(490):
+        next(steps)
+    assert live_bytes() == after_ten
+    assert [buffer.data_ptr() for buffer in decoder.buffers()] == addresses
+
+
+def test_a_longer_answer_than_reserved_gets_larger_buffers_once() -> None:
+    decoder = TreeDecoder(target_of("llama"), heads_of("llama"), DENSE, capacity=8, run_probe=False)
+    answer = decoder.generate(PROMPTS[0], max_new_tokens=NEW_TOKENS)
+    assert answer.tokens == plain_text("llama", PROMPTS[0]).tokens
+    addresses = [buffer.data_ptr() for buffer in decoder.buffers()]
+    decoder.generate(PROMPTS[3], max_new_tokens=NEW_TOKENS)
+    assert [buffer.data_ptr() for buffer in decoder.buffers()] == addresses

@@ -71,7 +71,7 @@ def bench(
         Contender(name="best tree", tree=fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch).tree),
     ]
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
-    calibration, table = _figures(trace, latency, model, draft_heads)
+    calibration, table = _figures(trace, latency, model, draft_heads, allow_mismatch=allow_mismatch)
     # generate runs the model as a transformers user would: without our packed weights.
     reference = load_model(target, **settings, pack=False) if model.packed else model
     note(f"Both sides decode with {greedy_settings(model, max_new_tokens)}; ignored: {neutralised(model) or 'nothing'}")
@@ -96,32 +96,50 @@ def bench(
 
 
 def _figures(
-    trace: Path | None, latency: Path | None, model: Target, heads: MedusaHeads
+    trace: Path | None, latency: Path | None, model: Target, heads: MedusaHeads, *, allow_mismatch: bool
 ) -> tuple[RankTrace | None, LatencyTable | None]:
-    """Trace and table for forecast and predicted rate; unknown where the newest ones are of something else."""
+    """Trace and table for forecast and predicted rate; one that nobody named is left out where it does not fit.
+
+    Raises:
+        MismatchError: one was named and is of another target, other heads or another device.
+    """
+    from topo_search.cli.decoding import require_device
     from topo_search.cli.inputs import newest_or_shipped
+    from topo_search.errors import MismatchError
     from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
     from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
+    from topo_search.report.console import note
 
     trace_path, table_path = newest_or_shipped(trace, TRACE_SUFFIX), newest_or_shipped(latency, LATENCY_SUFFIX)
     calibration = None if trace_path is None else read_trace(trace_path)
     table = None if table_path is None else read_latency(table_path)
-    return (
-        calibration if _fits(calibration, model, heads, named=trace is not None) else None,
-        table if _fits(table, model, heads, named=latency is not None) else None,
-    )
+    try:
+        _require_same_models(calibration, model, heads, allow_mismatch=allow_mismatch)
+    except MismatchError:
+        if trace is not None:
+            raise
+        note(f"{trace_path} is of another target or other heads, so there is no forecast.")
+        calibration = None
+    try:
+        _require_same_models(table, model, heads, allow_mismatch=allow_mismatch)
+        device = None if table is None else table.device.get("name")
+        require_device("The latency table", device, model, allow_mismatch=allow_mismatch)
+    except MismatchError:
+        if latency is not None:
+            raise
+        note(f"{table_path} is of another target, heads or device, so no rate is predicted.")
+        table = None
+    return calibration, table
 
 
-def _fits(found: RankTrace | LatencyTable | None, model: Target, heads: MedusaHeads, *, named: bool) -> bool:
+def _require_same_models(
+    found: RankTrace | LatencyTable | None, model: Target, heads: MedusaHeads, *, allow_mismatch: bool
+) -> None:
     from topo_search.cli.inputs import require_fit
-    from topo_search.identity import differing_fields
 
-    if found is None:
-        return False
-    if named:
-        require_fit("The file named", found.target, model.identity, allow_mismatch=False)
-        require_fit("The file named", found.heads, heads.identity, allow_mismatch=False)
-    return not differing_fields(found.target, model.identity) and not differing_fields(found.heads, heads.identity)
+    if found is not None:
+        require_fit("The file named", found.target, model.identity, allow_mismatch=allow_mismatch)
+        require_fit("The file named", found.heads, heads.identity, allow_mismatch=allow_mismatch)
 
 
 def _report(result: RaceResult, *, as_json: bool) -> None:

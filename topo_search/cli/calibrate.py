@@ -50,6 +50,7 @@ def calibrate(
 
     from topo_search.calibrate import calibrate as run
     from topo_search.calibrate import encode_prompts
+    from topo_search.device import device_record
 
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
     note(f"Answering {len(encoded)} prompts, at most {max_new_tokens} tokens each ...")
@@ -61,7 +62,7 @@ def calibrate(
             out=path,
             max_new_tokens=max_new_tokens,
             batch_size=batch_size,
-            provenance=provenance(),
+            provenance=provenance() | {"device": device_record(model)["name"]},
             progress=lambda done, total, rows: advance(done, total, f"prompts, {rows} positions"),
         )
     stdout().print(accuracy_table(result.trace))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from topo_search.cli.inputs import require_fit
+from topo_search.cli.inputs import refuse_mismatch, require_fit
 from topo_search.errors import InputError
 from topo_search.files.tree_file import TreeFile, read_tree
 from topo_search.identity import GREEDY
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def fitting_tree(path: Path, target: Target, heads: DraftHeads, *, allow_mismatch: bool) -> TreeFile:
-    """The tree of `path`, checked against target, heads and rule.
+    """The tree of `path`, checked against target, heads, rule and device.
 
     Raises:
         InputError: the file is missing or broken.
@@ -25,8 +25,28 @@ def fitting_tree(path: Path, target: Target, heads: DraftHeads, *, allow_mismatc
     if not path.exists():
         raise InputError(f"Tree file {path} does not exist; run topo-search optimize, or name one.")
     found = read_tree(path)
-    if found.made_from is not None:
-        require_fit(f"{path}: its target", found.made_from.target, target.identity, allow_mismatch=allow_mismatch)
-        require_fit(f"{path}: its heads", found.made_from.heads, heads.identity, allow_mismatch=allow_mismatch)
-        require_fit(f"{path}: its rule", found.made_from.rule, GREEDY, allow_mismatch=allow_mismatch)
+    origin = found.made_from
+    if origin is not None:
+        require_fit(f"{path}: its target", origin.target, target.identity, allow_mismatch=allow_mismatch)
+        require_fit(f"{path}: its heads", origin.heads, heads.identity, allow_mismatch=allow_mismatch)
+        require_fit(f"{path}: its rule", origin.rule, GREEDY, allow_mismatch=allow_mismatch)
+        require_device(f"{path}: its latency table", origin.device, target, allow_mismatch=allow_mismatch)
     return found
+
+
+def require_device(what: str, device: str | None, target: Target, *, allow_mismatch: bool) -> None:
+    """Refuse, or with the flag warn about, times that were measured on another device; unknown fits.
+
+    Raises:
+        MismatchError: the devices differ and the flag is off.
+    """
+    from topo_search.device import device_record
+
+    here = device_record(target)["name"]
+    if device is not None and device != here:
+        refuse_mismatch(
+            what,
+            [f"device is {device!r}, not {here!r}"],
+            allow_mismatch=allow_mismatch,
+            way_out="run topo-search measure and topo-search optimize here",
+        )

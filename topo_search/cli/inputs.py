@@ -104,7 +104,9 @@ def newest_or_shipped(given: Path | None, suffix: str) -> Path | None:
         return None
 
 
-def require_fit(what: str, given: Any, loaded: Any, *, allow_mismatch: bool) -> None:
+def require_fit(
+    what: str, given: Any, loaded: Any, *, allow_mismatch: bool, way_out: str = "make it for this one"
+) -> None:
     """Refuse, or with the flag warn about, an artefact made for something else; unknown (None) fits.
 
     Raises:
@@ -112,7 +114,16 @@ def require_fit(what: str, given: Any, loaded: Any, *, allow_mismatch: bool) -> 
     """
     if given is None or not (differing := differing_fields(given, loaded)):
         return
+    refuse_mismatch(what, differing, allow_mismatch=allow_mismatch, way_out=way_out)
+
+
+def refuse_mismatch(what: str, differing: list[str], *, allow_mismatch: bool, way_out: str) -> None:
+    """Refuse, or with the flag warn about, what differs.
+
+    Raises:
+        MismatchError: the flag is off.
+    """
     message = f"{what} was made for something else: {'; '.join(differing)}."
     if not allow_mismatch:
-        raise MismatchError(f"{message} Make it for this one, or pass --allow-mismatch.")
+        raise MismatchError(f"{message} Way out: {way_out}, or pass --allow-mismatch.")
     note(f"Warning: {message}")

@@ -49,9 +49,8 @@ def optimize(
     Examples: topo-search optimize --budget 64 | topo-search optimize --objective tokens-per-step --json
     """
     del strategy
-    from topo_search.cli.inputs import newest_or_shipped, require_fit
+    from topo_search.cli.inputs import newest_or_shipped
     from topo_search.errors import InputError
-    from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
     from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
     from topo_search.report.console import note
     from topo_search.search.optimize import optimize as search
@@ -60,15 +59,13 @@ def optimize(
     if trace_path is None:
         raise InputError("No rank trace in ./calibration: run topo-search calibrate, or name one with --trace.")
     ranks = _of_workload(read_trace(trace_path), workload)
-    note(f"Trace {trace_path}: {len(ranks.prompts)} prompts, {len(ranks.ranks)} positions, {_made(ranks.provenance)}")
-    latency_path = newest_or_shipped(latency, LATENCY_SUFFIX)
-    table = None if latency_path is None else read_latency(latency_path)
-    if table is not None:
-        note(f"Latency {latency_path}: {_device(table)}, {table.mode}, {_made(table.provenance)}")
-        require_fit("The latency table's target", table.target, ranks.target, allow_mismatch=allow_mismatch)
-        require_fit("The latency table's heads", table.heads, ranks.heads, allow_mismatch=allow_mismatch)
+    note(
+        f"Trace {trace_path}: {len(ranks.prompts)} prompts, {len(ranks.ranks)} positions, "
+        f"{ranks.provenance.get('device', 'unknown device')}, {_made(ranks.provenance)}"
+    )
+    table, latency_path = _table_for(ranks, latency, objective, allow_mismatch=allow_mismatch)
     result = search(ranks, table, budget=budget, objective=objective.value)
-    files = _write_trees(result, out, _made_from(ranks, trace_path, latency_path))
+    files = _write_trees(result, out, _made_from(ranks, trace_path, table, latency_path))
     if as_json:
         print(json.dumps(_as_json(result, files), indent=2))  # noqa: T201
     else:
@@ -90,13 +87,38 @@ def _made(provenance: dict[str, Any]) -> str:
     return f"made {provenance.get('created', 'at an unknown time')}"
 
 
-def _device(table: LatencyTable) -> str:
+def _table_for(
+    trace: RankTrace, given: Path | None, objective: Objective, *, allow_mismatch: bool
+) -> tuple[LatencyTable | None, Path | None]:
+    """The table given, else the newest one or the demo's; one that nobody named is left out where it does not fit.
+
+    Raises:
+        MismatchError: the table was measured with another target or other heads.
+    """
+    from topo_search.cli.inputs import newest_or_shipped, require_fit
+    from topo_search.cli.options import CALIBRATION_FOLDER
+    from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
+    from topo_search.identity import differing_fields
+    from topo_search.report.console import note
     from topo_search.report.tables import device_line
 
-    return device_line(table)
+    path = newest_or_shipped(given, LATENCY_SUFFIX)
+    if path is None:
+        return None, None
+    table = read_latency(path)
+    differs = differing_fields(table.target, trace.target) + differing_fields(table.heads, trace.heads)
+    is_shipped = given is None and path.parent != CALIBRATION_FOLDER
+    if differs and given is None and (is_shipped or objective is Objective.tokens_per_step):
+        note(f"Latency {path} is of another target or other heads, so it is left out.")
+        return None, None
+    note(f"Latency {path}: {device_line(table)}, {table.mode}, {_made(table.provenance)}")
+    hint = "measure this one with topo-search measure, name its table with --latency"
+    require_fit("The latency table's target", table.target, trace.target, allow_mismatch=allow_mismatch, way_out=hint)
+    require_fit("The latency table's heads", table.heads, trace.heads, allow_mismatch=allow_mismatch, way_out=hint)
+    return table, path
 
 
-def _made_from(trace: RankTrace, trace_path: Path, latency_path: Path | None) -> MadeFrom:
+def _made_from(trace: RankTrace, trace_path: Path, table: LatencyTable | None, latency_path: Path | None) -> MadeFrom:
     from topo_search.files.artefacts import file_ref
     from topo_search.files.tree_file import MadeFrom
     from topo_search.provenance import command, now, versions
@@ -107,6 +129,7 @@ def _made_from(trace: RankTrace, trace_path: Path, latency_path: Path | None) ->
         rule=trace.rule,
         trace=file_ref(trace_path),
         latency=None if latency_path is None else file_ref(latency_path),
+        device=None if table is None else table.device.get("name"),
         versions=versions(),
         command=command(),
         created=now(),

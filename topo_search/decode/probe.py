@@ -19,7 +19,8 @@ from topo_search.tree import Tree
 
 _PROBE_TREE = Tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 _PROMPT_TOKENS = 12
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+# float64 too has parts in fp32: norms, and the softmax of eager attention.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 
 
 def probe(target: Target) -> None:

@@ -55,13 +55,14 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFrom:
-    """Where a tree comes from: models, rule, input files by content, versions, command and time."""
+    """Where a tree comes from: models, rule, input files by content, the device timed, versions, command and time."""
 
     target: TargetIdentity | None = None
     heads: HeadsIdentity | None = None
     rule: RuleIdentity | None = None
     trace: ArtefactRef | None = None
     latency: ArtefactRef | None = None
+    device: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     command: str
     created: str

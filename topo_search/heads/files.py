@@ -157,6 +157,11 @@ def _require_fit(blocks: MedusaBlocks, target: Target, spec: str) -> None:
         raise MismatchError(
             f"Heads {spec} are for hidden size {hidden}, but target {target.identity.name} has {target.hidden_size}."
         )
+    vocab = target.output_weight.shape[0]
+    if blocks.projection is not None and blocks.projection.shape[1] != vocab:
+        raise MismatchError(
+            f"Heads {spec} score {blocks.projection.shape[1]} tokens, but target {target.identity.name} has {vocab}."
+        )
 
 
 def _require_trained_for(config: dict[str, Any], target: Target, spec: str) -> None:

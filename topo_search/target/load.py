@@ -50,10 +50,7 @@ def load_target(
         InputError: the model is missing, unreadable, not decoder-only, or cannot take a 4-D mask.
     """
     torch_dtype, torch_device = _known_dtype(dtype), _usable_device(device)
-    if attention not in _MASKED_ATTENTION:
-        raise InputError(
-            f"Attention {attention!r} takes no 4-D tree mask; choose one of {', '.join(_MASKED_ATTENTION)}."
-        )
+    _require_masked(attention)
     source, note = _resolve(spec)
     model = _load_model(source, spec, torch_dtype, attention).to(torch_device)
     text_tokenizer = _load_tokenizer(tokenizer or source, tokenizer or spec)
@@ -70,6 +67,7 @@ def make_target(
     Raises:
         InputError: the model is not decoder-only, or its cache or mask cannot serve trees.
     """
+    _require_masked(model.config._attn_implementation)
     model.eval().requires_grad_(False)
     kv_shape = _kv_shape(model, name)
     config = model.config.get_text_config()
@@ -83,7 +81,7 @@ def make_target(
         window=_window(config),
         mixes_layer_types=_mixes_layer_types(config),
         position_limit=getattr(config, "max_position_embeddings", None),
-        known_ids=min(config.vocab_size, len(tokenizer)) if tokenizer is not None else config.vocab_size,
+        known_ids=_known_ids(config, tokenizer),
         kv_shape=kv_shape,
         packed=packed,
         note=note,
@@ -130,6 +128,13 @@ def _usable_device(device: str) -> torch.device:
         return torch.device(device)
     except (RuntimeError, AssertionError) as error:
         raise InputError(f"Device {device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def _require_masked(attention: str) -> None:
+    if attention not in _MASKED_ATTENTION:
+        raise InputError(
+            f"Attention {attention!r} takes no 4-D tree mask; choose one of {', '.join(_MASKED_ATTENTION)}."
+        )
 
 
 def _resolve(spec: str) -> tuple[str, str | None]:
@@ -200,13 +205,22 @@ def _kv_shape(model: Any, name: str) -> tuple[int, int, int]:
     return len(cache.layers), kv_heads, head_dim
 
 
+def _known_ids(config: Any, tokenizer: Any) -> int:
+    """One more than the largest id that the tokenizer knows; it may leave ids below that out."""
+    if tokenizer is None:
+        return int(config.vocab_size)
+    largest: int = max(tokenizer.get_vocab().values())
+    return min(int(config.vocab_size), 1 + largest)
+
+
 def _window(config: Any) -> int | None:
-    """The sliding window of the layers that have one."""
+    """The sliding window of the layers that have one; None where the positions end before it hides anything."""
     types = getattr(config, "layer_types", None)
     window = getattr(config, "sliding_window", None)
+    limit = getattr(config, "max_position_embeddings", None)
     if window is None or (types is not None and "sliding_attention" not in types):
         return None
-    return int(window)
+    return None if limit is not None and window >= limit else int(window)
 
 
 def _mixes_layer_types(config: Any) -> bool:

@@ -132,14 +132,15 @@ def head_losses(
     position_of = torch.full((output_weight.shape[0],), IGNORED, dtype=torch.long, device=device)
     position_of[candidates] = torch.arange(candidates.shape[0], device=device)
     features = blocks(states.to(device), labels.shape[1])
+    shared = output_weight[candidates]
     losses = []
     for head in range(labels.shape[1]):
         wanted = labels[:, head] != IGNORED
         if not bool(wanted.any()):
             losses.append(features.new_zeros(()))
             continue
-        weight = output_weight if blocks.projection is None else blocks.projection[head]
-        scores = functional.linear(features[head, wanted], weight[candidates]) + correction
+        weight = shared if blocks.projection is None else blocks.projection[head, candidates]
+        scores = functional.linear(features[head, wanted], weight, correction)
         losses.append(functional.cross_entropy(scores, position_of[labels[wanted, head]]))
     return torch.stack(losses)
 
@@ -154,6 +155,8 @@ def _candidates(
     absent = torch.ones(vocab, dtype=torch.bool)
     absent[present] = False
     others = torch.nonzero(absent).flatten()
+    if not others.shape[0]:
+        return present, torch.zeros(vocab)
     picked = others[torch.randint(others.shape[0], (sampled,), generator=sampler).unique()]
     raised = math.log(others.shape[0] / picked.shape[0])
     correction = torch.cat([torch.zeros(present.shape[0]), torch.full((picked.shape[0],), raised)])

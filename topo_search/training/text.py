@@ -89,7 +89,15 @@ def invent_prompts(
     """`count` distinct user turns that the target continued from `openings`, sampled; resumable in `store`.
 
     Every opening is used equally often. Turns that only repeat an earlier one are dropped.
+
+    Raises:
+        InputError: the tokenizer has no chat template, or the target has no further turn to offer.
     """
+    if not getattr(target.tokenizer, "chat_template", None):
+        raise InputError(
+            f"The tokenizer of {target.identity.name} has no chat template, so the target cannot invent user turns. "
+            'Use an instruct model (or --tokenizer with a template), or give raw text rows: {"text": ...}.'
+        )
     turns: list[str] = []
     number = 0
     while len(turns) < count:
@@ -98,7 +106,9 @@ def invent_prompts(
             picked = [openings[(number * batch_size + i) % len(openings)] for i in range(batch_size)]
             sampler = torch.Generator(device=target.device).manual_seed(seed * 1_000_003 + number)
             write_text(shard, json.dumps(_continue_turns(target, picked, sampler), ensure_ascii=False))
-        turns = list(dict.fromkeys(turns + json.loads(shard.read_text(encoding="utf-8"))))
+        known, turns = turns, list(dict.fromkeys(turns + json.loads(shard.read_text(encoding="utf-8"))))
+        if len(turns) == len(known):
+            raise InputError(f"The target invents only {len(turns)} distinct prompts of {count}; ask for fewer.")
         number += 1
         if progress:
             progress(min(len(turns), count), count)
@@ -107,7 +117,7 @@ def invent_prompts(
 
 def _continue_turns(target: Target, openings: Sequence[str], sampler: torch.Generator) -> list[str]:
     def sample(hidden: Float[Tensor, "batch hidden"]) -> Int[Tensor, " batch"]:
-        scores, ids = torch.topk(target.scores(hidden) / _TEMPERATURE, _TOP_K, dim=-1)
+        scores, ids = torch.topk(target.scores(hidden) / _TEMPERATURE, min(_TOP_K, target.known_ids), dim=-1)
         probs = torch.softmax(scores, dim=-1)
         probs = probs.masked_fill(probs.cumsum(dim=-1) - probs > _TOP_P, 0.0)
         return ids.gather(-1, torch.multinomial(probs, 1, generator=sampler))[:, 0]
