@@ -92,14 +92,14 @@ def mistral_config(**changes: Any) -> MistralConfig:
 
 def gemma2_config() -> Gemma2Config:
     """Layers with and without a window in turn; attention and output scores are soft-capped."""
-    return Gemma2Config(**_sizes(sliding_window=WINDOW, head_dim=8, query_pre_attn_scalar=8, num_hidden_layers=4))
+    return Gemma2Config(**_sizes(sliding_window=WINDOW, head_dim=8, query_pre_attn_scalar=8))
 
 
 def gemma3_config() -> Gemma3TextConfig:
     """Layers with and without a window, each kind with rotary angles of its own."""
-    types = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
     return Gemma3TextConfig(
-        **_sizes(sliding_window=WINDOW, head_dim=8, query_pre_attn_scalar=8, num_hidden_layers=4, layer_types=types)
+        **_sizes(sliding_window=WINDOW, head_dim=8, query_pre_attn_scalar=8, num_hidden_layers=3, layer_types=types)
     )
 
 
@@ -169,6 +169,7 @@ def tiny_heads(target: Target, *, num_heads: int = 4, noise: float = 1.0) -> Med
     return MedusaHeads(blocks, target, identity)
 
 
+@cache
 def _answered(target: Target, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """States of the target's answers, and the tokens that follow the root of each."""
     states, following = [], []

@@ -26,7 +26,7 @@ from topo_search.trace import RankTrace
 from topo_search.tree import Tree
 
 TARGET, HEADS = target_of("llama"), heads_of("llama")
-CAP, REPEATS = 16, 2
+CAP, REPEATS = 16, 2  # repeats where times matter, else one
 CONTENDERS = (
     Contender(name="generate", tree=None),
     Contender(name="plain", tree=Tree(())),
@@ -34,9 +34,7 @@ CONTENDERS = (
     Contender(name="medusa-63", tree=TREES["medusa-63"]),
     Contender(name="best tree", tree=TREES["dense"]),
 )
-COURSE = Course(
-    target=TARGET, reference=TARGET, heads=HEADS, prompts=encoded(*PROMPTS), max_new_tokens=CAP, repeats=REPEATS
-)
+COURSE = Course(target=TARGET, reference=TARGET, heads=HEADS, prompts=encoded(*PROMPTS), max_new_tokens=CAP, repeats=1)
 NAMES = [contender.name for contender in CONTENDERS]
 FEW = (*CONTENDERS[:2], CONTENDERS[-1])
 
@@ -75,7 +73,7 @@ def test_a_fair_race_has_equal_text_and_predicted_counts() -> None:
     result = raced(calibration=trace_of_prompts(), latency=latency((1, 4, 22)))
     assert result.failures == []
     assert [found.name for found in result.standings] == NAMES
-    assert (result.prompts, result.repeats) == (len(PROMPTS), REPEATS)
+    assert (result.prompts, result.repeats) == (len(PROMPTS), 1)
     for found in result.standings:
         assert found.text_equal
         assert found.stats.tokens == len(PROMPTS) * (CAP - 1)
@@ -221,7 +219,7 @@ def test_everyone_warms_up_and_then_the_start_rotates(monkeypatch: pytest.Monkey
     """FIELD-CASES 47, 48: short warm-up calls first, then interleaved by prompt, so drift hits all alike."""
     calls = scripted(monkeypatch, {})
     seen: list[tuple[int, int]] = []
-    race(COURSE, CONTENDERS, progress=lambda *done: seen.append(done))
+    race(replace(COURSE, repeats=REPEATS), CONTENDERS, progress=lambda *done: seen.append(done))
     warm_up, timed = calls[: len(NAMES)], calls[len(NAMES) :]
     assert [(name, cap) for name, _, cap in warm_up] == [(name, 4) for name in NAMES]
     groups = [timed[at : at + len(NAMES)] for at in range(0, len(timed), len(NAMES))]
@@ -235,7 +233,7 @@ def test_ratios_are_paired_by_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
     """FIELD-CASES 48: the machine slows tenfold between repeats, yet each repeat says 2.0 and 1.25 times."""
     times = {"generate": (20.0, 200.0), "plain": (10.0, 100.0), "best chain": (8.0, 80.0), "best tree": (5.0, 25.0)}
     scripted(monkeypatch, times | {"medusa-63": (10.0, 50.0)})
-    result = raced()
+    result = raced(repeats=REPEATS)
     ratios = {(ratio.of, ratio.over): (ratio.low, ratio.median, ratio.high) for ratio in result.ratios}
     assert ratios["plain", "generate"] == pytest.approx((2.0, 2.0, 2.0))
     assert ratios["best chain", "plain"] == pytest.approx((1.25, 1.25, 1.25))
@@ -250,7 +248,7 @@ def test_ratios_are_paired_by_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rates_and_steps_are_medians_over_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted(monkeypatch, {"plain": (10.0, 30.0)})
-    found = standing(raced(), "plain")
+    found = standing(raced(repeats=REPEATS), "plain")
     tokens = len(PROMPTS) * (CAP - 1)
     rates = [1000 * tokens / (10.0 * len(PROMPTS)), 1000 * tokens / (30.0 * len(PROMPTS))]
     assert found.tokens_per_s == pytest.approx(sum(rates) / 2)

@@ -324,9 +324,9 @@ def test_the_demos_trees_write_the_text_of_generate(demo: Target) -> None:
     heads = MedusaHeads(blocks, demo, HeadsIdentity(name="untrained", kind="medusa", fingerprint="", num_heads=3))
     reference = load_target("demo", pack=False)
     decoder = TreeDecoder(demo, heads, Tree.dense([3, 2, 2]))
-    prompts = encode_prompts(demo, packaged_prompts(workload=None, split="evaluation"), max_new_tokens=24)
+    prompts = encode_prompts(demo, packaged_prompts(workload=None, split="evaluation"), max_new_tokens=12)
     for prompt in sorted(prompts, key=lambda prompt: len(prompt.tokens))[:2]:
-        plain = generate_plain(reference, prompt.tokens, max_new_tokens=24)
-        answer = decoder.generate(prompt.tokens, max_new_tokens=24)
+        plain = generate_plain(reference, prompt.tokens, max_new_tokens=12)
+        answer = decoder.generate(prompt.tokens, max_new_tokens=12)
         point = divergence(demo, prompt.id, prompt.tokens, plain.tokens, answer.tokens)
         assert point is None or point.near_tie, point

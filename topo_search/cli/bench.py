@@ -12,7 +12,7 @@ import typer
 from topo_search.cli import options
 
 if TYPE_CHECKING:
-    from topo_search.bench import RaceResult
+    from topo_search.bench import Contender, RaceResult
     from topo_search.cost import LatencyTable
     from topo_search.heads.medusa import MedusaHeads
     from topo_search.target import Target
@@ -45,31 +45,20 @@ def bench(
 
     Examples: topo-search bench | topo-search bench --num-prompts 8 --repeats 3 --json
     """
-    from topo_search.cli.decoding import fitting_tree
     from topo_search.cli.inputs import chosen_prompts, load_draft_heads, load_model
     from topo_search.errors import CheckError
     from topo_search.report.console import note, progress
-    from topo_search.resources import packaged
 
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "tokenizer": tokenizer}
     model = load_model(target, **settings)
     draft_heads = load_draft_heads(heads, model)
 
-    from topo_search.bench import GENERATE, PLAIN, Contender, Course, race
+    from topo_search.bench import Course, race
     from topo_search.calibrate import encode_prompts
-    from topo_search.files.tree_file import read_tree
     from topo_search.reference import greedy_settings, neutralised
-    from topo_search.tree import Tree
 
-    medusa = read_tree(packaged("trees/reference/medusa-63.tree.json")).tree
-    contenders = [
-        Contender(name=GENERATE, tree=None),
-        Contender(name=PLAIN, tree=Tree(())),
-        Contender(name="best chain", tree=fitting_tree(chain, model, draft_heads, allow_mismatch=allow_mismatch).tree),
-        Contender(name="medusa-63", tree=medusa.pruned(draft_heads.identity.num_heads)),
-        Contender(name="best tree", tree=fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch).tree),
-    ]
+    contenders = _contenders(tree, chain, model, draft_heads, allow_mismatch=allow_mismatch)
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
     calibration, table = _figures(trace, latency, model, draft_heads, allow_mismatch=allow_mismatch)
     # generate runs the model as a transformers user would: without our packed weights.
@@ -93,6 +82,25 @@ def bench(
     _report(result, as_json=as_json)
     if result.failures:
         raise CheckError("The race broke a promise:\n  " + "\n  ".join(result.failures))
+
+
+def _contenders(tree: Path, chain: Path, model: Target, heads: MedusaHeads, *, allow_mismatch: bool) -> list[Contender]:
+    """`generate`, plain decoding, the chain, Medusa's tree (as deep as there are heads) and the tree."""
+    from topo_search.bench import GENERATE, PLAIN, Contender
+    from topo_search.cli.decoding import fitting_tree
+    from topo_search.files.tree_file import read_tree
+    from topo_search.resources import packaged
+    from topo_search.search.optimize import CHAIN, TREE
+    from topo_search.tree import Tree
+
+    medusa = read_tree(packaged("trees/reference/medusa-63.tree.json")).tree
+    return [
+        Contender(name=GENERATE, tree=None),
+        Contender(name=PLAIN, tree=Tree(())),
+        Contender(name=CHAIN, tree=fitting_tree(chain, model, heads, allow_mismatch=allow_mismatch).tree),
+        Contender(name="medusa-63", tree=medusa.pruned(heads.identity.num_heads)),
+        Contender(name=TREE, tree=fitting_tree(tree, model, heads, allow_mismatch=allow_mismatch).tree),
+    ]
 
 
 def _figures(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from topo_search.cli import options
+
+if TYPE_CHECKING:
+    from topo_search.calibrate import Calibration
 
 
 def calibrate(
@@ -33,12 +36,10 @@ def calibrate(
 
     Examples: topo-search calibrate | topo-search calibrate --prompts mine.jsonl --max-new-tokens 256
     """
-    from topo_search.accuracy import near_chance_heads
     from topo_search.cli.inputs import artefact_stem, chosen_prompts, load_draft_heads, load_model, output_file
     from topo_search.files.trace_file import TRACE_SUFFIX
     from topo_search.provenance import provenance
-    from topo_search.report.console import note, progress, stdout
-    from topo_search.report.tables import accuracy_table
+    from topo_search.report.console import note, progress
 
     stem = artefact_stem(target, heads, max_new_tokens)
     path = output_file(out, stem, TRACE_SUFFIX)
@@ -65,14 +66,22 @@ def calibrate(
             provenance=provenance() | {"device": device_record(model)["name"]},
             progress=lambda done, total, rows: advance(done, total, f"prompts, {rows} positions"),
         )
-    stdout().print(accuracy_table(result.trace))
-    for depth in result.constant_heads:
-        note(f"Warning: head {depth} always proposes the same token, whatever it reads; it only costs time.")
-    for depth in near_chance_heads(result.trace, model.known_ids):
-        note(f"Warning: head {depth} finds the true token no more often than chance; was it trained for this target?")
+    _report(result, vocabulary=model.known_ids)
     note(f"Wrote {path}")
     if not no_measure:
         from topo_search.cli.measure import quick_measure
 
         quick_measure(model, draft_heads, out=path.parent, target=target, heads=heads, seed=seed)
     note("Next: topo-search optimize --budget 64")
+
+
+def _report(result: Calibration, *, vocabulary: int) -> None:
+    from topo_search.accuracy import near_chance_heads
+    from topo_search.report.console import note, stdout
+    from topo_search.report.tables import accuracy_table
+
+    stdout().print(accuracy_table(result.trace))
+    for depth in result.constant_heads:
+        note(f"Warning: head {depth} always proposes the same token, whatever it reads; it only costs time.")
+    for depth in near_chance_heads(result.trace, vocabulary):
+        note(f"Warning: head {depth} finds the true token no more often than chance; was it trained for this target?")

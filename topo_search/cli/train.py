@@ -13,6 +13,7 @@ from topo_search.cli import options
 if TYPE_CHECKING:
     from topo_search.heads.medusa import MedusaBlocks
     from topo_search.target import Target
+    from topo_search.training.medusa import MedusaRecipe, TrainingReport
     from topo_search.training.text import TrainingText
 
 app = typer.Typer(help="Train draft heads, the target frozen.", no_args_is_help=True)
@@ -73,22 +74,7 @@ def medusa(
     text = _text(model, prompts, num_prompts=num_prompts, max_new_tokens=max_new_tokens, seed=seed, store=store)
     note(f"Training {num_heads} heads on {text.tokens.shape[0]} tokens of the target's own text ...")
     blocks, losses = _train(model, text, recipe, share_projection=not own_projection, store=store)
-
-    import torch
-
-    from topo_search.heads import save_medusa
-    from topo_search.provenance import provenance
-
-    record: dict[str, Any] = {
-        "base_model_name_or_path": target,
-        "target_fingerprint": model.identity.fingerprint,
-        "recipe": asdict(recipe),
-        "training_tokens": int(text.tokens.shape[0]),
-        "training_prompts": int(text.answer_of[-1]) + 1,
-        "final_loss_per_head": losses,
-        "provenance": provenance(),
-    }
-    save_medusa(out, blocks, record, dtype=torch.bfloat16)
+    _save(out, blocks, model, text, recipe, losses)
     note(f"Wrote {out}. Next: topo-search calibrate --target {target} --heads {out}")
 
 
@@ -117,7 +103,7 @@ def _text(
 
 
 def _train(
-    model: Target, text: TrainingText, recipe: Any, *, share_projection: bool, store: Path
+    model: Target, text: TrainingText, recipe: MedusaRecipe, *, share_projection: bool, store: Path
 ) -> tuple[MedusaBlocks, list[float]]:
     from topo_search.heads.medusa import untrained_blocks
     from topo_search.report.console import progress
@@ -129,9 +115,30 @@ def _train(
     last: list[float] = []
     with progress("Training") as advance:
 
-        def report(at: Any) -> None:
+        def report(at: TrainingReport) -> None:
             last[:] = [round(loss, 4) for loss in at.loss_per_head]
             advance(at.step, at.steps, "loss per head " + " ".join(f"{loss:.3f}" for loss in last))
 
         train_medusa(blocks, model.output_weight, text, recipe, checkpoint=store / "training.pt", report=report)
     return blocks, last
+
+
+def _save(
+    out: Path, blocks: MedusaBlocks, model: Target, text: TrainingText, recipe: MedusaRecipe, losses: list[float]
+) -> None:
+    """Write the heads with the record of their making."""
+    import torch
+
+    from topo_search.heads import save_medusa
+    from topo_search.provenance import provenance
+
+    record: dict[str, Any] = {
+        "base_model_name_or_path": model.identity.name,
+        "target_fingerprint": model.identity.fingerprint,
+        "recipe": asdict(recipe),
+        "training_tokens": int(text.tokens.shape[0]),
+        "training_prompts": int(text.answer_of[-1]) + 1,
+        "final_loss_per_head": losses,
+        "provenance": provenance(),
+    }
+    save_medusa(out, blocks, record, dtype=torch.bfloat16)
