@@ -29,7 +29,7 @@ from models import (
     tiny_llama,
     tiny_model,
 )
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Phi3Config
 
 from topo_search.decode.decoder import Decoded, TreeDecoder, single_prompt
 from topo_search.errors import InputError
@@ -194,6 +194,30 @@ def test_trimming_near_the_limit_accepts_what_it_can() -> None:
     assert trimmed.tokens == free.tokens
     assert trimmed.accepted == free.accepted
     assert (free.end, trimmed.end) == ("cap", "limit")
+
+
+def test_a_text_ends_before_its_positions_are_turned_anew() -> None:
+    """`longrope` changes the angle of every position once the text outgrows a length, and cached keys keep theirs."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2, "intermediate_size": 96}
+    config = Phi3Config(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        max_position_embeddings=128,
+        original_max_position_embeddings=24,
+        rope_scaling=rope,
+        eos_token_id=None,
+        pad_token_id=0,
+        **sizes,
+    )
+    target = as_target(tiny_model(config))
+    assert target.position_limit == 24
+    decoder = TreeDecoder(target, tiny_heads(target), DENSE)
+    for prompt in PROMPTS:
+        answer = decoder.generate(prompt, max_new_tokens=100)
+        room = 24 - len(prompt)
+        assert answer.tokens == generate_plain(target, prompt, max_new_tokens=100).tokens[:room]
+        assert (len(answer.tokens), answer.end) == (room, "limit")
 
 
 # Settings

@@ -21,6 +21,7 @@ from models import (
     tiny_model,
 )
 from torch import Tensor
+from transformers import BertConfig, GPTNeoConfig
 
 from topo_search.decode import plan as plan_module
 from topo_search.decode import probe as probe_module
@@ -96,10 +97,34 @@ def test_a_forgotten_window_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         probe(target_of("mistral"))
 
 
+def test_a_window_that_the_adapter_does_not_know_is_caught() -> None:
+    """GPT-Neo's local layers count slots, not positions, back to `window_size`; a short prompt would not show it."""
+    config = GPTNeoConfig(
+        vocab_size=61,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=20,
+    )
+    neo = as_target(tiny_model(config, attention="eager"), name="neo")
+    assert neo.window is None
+    with pytest.raises(CheckError, match="positions, window or mask are wrong for neo"):
+        probe(neo)
+
+
 def test_one_mask_for_layers_that_differ_is_caught() -> None:
     mixed = replace(target_of("gemma3"), mixes_layer_types=False)
     with pytest.raises(CheckError, match="positions, window or mask are wrong for gemma3"):
         probe(mixed)
+
+
+def test_an_output_layer_that_is_not_all_of_it_is_caught() -> None:
+    """BERT's decoders transform the hidden states once more before the output layer."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    bert = as_target(tiny_model(BertConfig(vocab_size=61, is_decoder=True, **sizes)), name="bert")
+    with pytest.raises(CheckError, match=r"bert \(bert\) computes its logits otherwise than by its output layer"):
+        probe(bert)
 
 
 def test_tokens_that_are_not_read_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:

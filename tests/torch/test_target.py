@@ -190,6 +190,14 @@ def test_windows_are_those_of_the_layers(changes: dict[str, Any], window: int | 
     assert (target.window, target.mixes_layer_types) == (window, mixes)
 
 
+def test_heads_are_as_wide_as_what_the_output_layer_reads() -> None:
+    """OPT-350m projects its hidden states down first."""
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    target = as_target(tiny_model(transformers.OPTConfig(vocab_size=VOCAB, word_embed_proj_dim=16, **sizes)))
+    assert target.hidden_size == 16
+    assert target.hidden_states(torch.tensor([[5, 6]])).shape == (1, 2, 16)
+
+
 # Identity
 
 

@@ -2,10 +2,13 @@
 
 (a) Another token in one sibling must leave the logits of every node that cannot see it bit-equal. (b) Every node's
 logits must be those of a plain forward pass over its path, under the model's own mask, on a prompt longer than any
-window. A mask that is added where it should hide, or ignored, fails here instead of changing the text.
+window. (c) The output layer on the last hidden states must choose what the model's own logits choose. A mask that is
+added where it should hide, or ignored, or an output layer that is not all of it, fails here instead of changing text.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from jaxtyping import Float, Int
@@ -27,9 +30,10 @@ def probe(target: Target) -> None:
     """Check that tree attention is exact for `target`.
 
     Raises:
-        CheckError: an unrelated node's logits moved, or a node's logits are not those of its path.
+        CheckError: an unrelated node's logits moved, a node's logits are not those of its path, or the output layer
+            chooses other tokens than the model.
     """
-    prompt = _PROMPT_TOKENS if target.window is None else target.window + _PROMPT_TOKENS
+    prompt = _prompt_tokens(target)
     ids = (torch.arange(prompt + _PROBE_TREE.verify_width + 1, device=target.device) * 7919 + 11) % target.known_ids
     tokens, replaced = ids[prompt:-1].clone(), ids[prompt:-1].clone()
     replaced[_PROBE_TREE.slots[(1,)]] = ids[-1]
@@ -42,6 +46,19 @@ def probe(target: Target) -> None:
             raise CheckError(f"{target.identity.name} cannot take a 4-D tree mask: {error}") from error
     _require_isolated(scores, moved)
     _require_equal(scores, alone, target)
+    _require_own_choice(target, ids[:_PROMPT_TOKENS])
+
+
+def _prompt_tokens(target: Target) -> int:
+    """More than any span of the configuration that could hide a token, such as GPT-Neo's `window_size`."""
+    config = target.model.config.get_text_config().to_dict()  # type: ignore[union-attr,operator]
+    limit = target.position_limit or math.inf
+    spans = [
+        size
+        for name, size in config.items()
+        if ("window" in name or "chunk" in name) and isinstance(size, int) and size < limit
+    ]
+    return int(min(max(spans, default=0) + _PROMPT_TOKENS, limit - _PROBE_TREE.depth - 1))
 
 
 def _tree_scores(
@@ -83,10 +100,26 @@ def _require_isolated(scores: Float[Tensor, "width vocab"], moved: Float[Tensor,
 def _require_equal(scores: Float[Tensor, "width vocab"], alone: Float[Tensor, "width vocab"], target: Target) -> None:
     finite = torch.isfinite(alone)
     gap = (scores[finite] - alone[finite]).abs().max().item()
-    scale = max(1.0, alone[finite].abs().max().item() / 10)
-    bound = _TOLERANCE[target.dtype] * scale
+    bound = _bound(alone[finite], target)
     if not gap <= bound:
         raise CheckError(
             f"Tree logits differ from those of plain forward passes by {gap:.3g} (bound {bound:.3g} for "
             f"{target.identity.dtype}): positions, window or mask are wrong for {target.identity.name}."
         )
+
+
+def _require_own_choice(target: Target, ids: Int[Tensor, " prompt"]) -> None:
+    """Scale and soft caps after the output layer keep the order of its scores; anything else is refused."""
+    with torch.inference_mode():
+        choices = target.choose(target.hidden_states(ids[None])[0])
+        logits = target.model(input_ids=ids[None]).logits[0, :, : target.known_ids].float()
+    behind = (logits.max(dim=-1).values - logits.gather(-1, choices[:, None])[:, 0]).max().item()
+    if not behind <= _bound(logits, target):
+        raise CheckError(
+            f"{target.identity.name} ({target.model.config.model_type}) computes its logits otherwise than by its "  # type: ignore[union-attr]
+            "output layer on the last hidden states; its text cannot be reproduced."
+        )
+
+
+def _bound(scores: Tensor, target: Target) -> float:
+    return _TOLERANCE[target.dtype] * max(1.0, scores.abs().max().item() / 10)

@@ -89,9 +89,8 @@ class Target:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the hidden states."""
-        size: int = self.model.config.get_text_config().hidden_size  # type: ignore[union-attr,operator]
-        return size
+        """Width of the hidden states that the output layer reads; OPT-350m's blocks are wider."""
+        return self.output_weight.shape[1]
 
     def new_cache(self, capacity: int, *, batch: int = 1) -> SlotCache:
         """A preallocated cache of `capacity` tokens per row."""

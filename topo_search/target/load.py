@@ -80,7 +80,7 @@ def make_target(
         eos_token_ids=eos_token_ids(model),
         window=_window(config),
         mixes_layer_types=_mixes_layer_types(config),
-        position_limit=getattr(config, "max_position_embeddings", None),
+        position_limit=_position_limit(config),
         known_ids=_known_ids(config, tokenizer),
         kv_shape=kv_shape,
         packed=packed,
@@ -211,6 +211,15 @@ def _known_ids(config: Any, tokenizer: Any) -> int:
         return int(config.vocab_size)
     largest: int = max(tokenizer.get_vocab().values())
     return min(int(config.vocab_size), 1 + largest)
+
+
+def _position_limit(config: Any) -> int | None:
+    """Positions the model has, or those before `longrope` turns every angle anew, the cached ones excepted."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]  # one, or one per layer type
+    switches = [k["original_max_position_embeddings"] for k in kinds if k.get("rope_type") == "longrope"]
+    limit = getattr(config, "max_position_embeddings", None)
+    return min([*switches, *([] if limit is None else [limit])], default=None)
 
 
 def _window(config: Any) -> int | None:
