@@ -22,7 +22,7 @@ from topo_search.calibrate import EncodedPrompt, empty_trace, encode_prompts, tr
 from topo_search.compare import divergence, step_mismatch, teacher_forced
 from topo_search.decode.decoder import TreeDecoder
 from topo_search.device import device_record
-from topo_search.files.prompts import packaged_prompts
+from topo_search.files.prompts import Prompt, packaged_prompts
 from topo_search.files.tree_file import read_tree
 from topo_search.heads import load_heads
 from topo_search.heads.medusa import MedusaHeads
@@ -55,9 +55,8 @@ def main() -> int:
         "trees": {name: [list(path) for path in tree.paths] for name, tree in trees.items()},
         "max_new_tokens": options.max_new_tokens,
     }
-    prompts = encode_prompts(
-        target, packaged_prompts(workload=None, split="evaluation"), max_new_tokens=options.max_new_tokens
-    )[: options.num_prompts]
+    chosen = in_turn(packaged_prompts(workload=None, split="evaluation"), options.num_prompts)
+    prompts = encode_prompts(target, chosen, max_new_tokens=options.max_new_tokens)
     done = _resumed(lines, settings)
     decoders = {name: TreeDecoder(target, heads, tree, run_probe=name == "plain") for name, tree in trees.items()}
     for number, prompt in enumerate(prompts, start=1):
@@ -71,6 +70,11 @@ def main() -> int:
     options.out.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(json.dumps({key: summary[key] for key in ("prompts", "tokens", "per_tree", "failures")}, indent=2))
     return 1 if summary["failures"] else 0
+
+
+def in_turn(prompts: list[Prompt], count: int | None) -> list[Prompt]:
+    """The workloads in turn, so that a run cut short has covered them all."""
+    return sorted(prompts, key=lambda prompt: (prompt.id.split("-")[1], prompt.workload))[:count]
 
 
 def _options() -> argparse.Namespace:
