@@ -1,6 +1,6 @@
 """Head accuracies of a trace, for people: `accuracy` over all observed rows, `accuracy_given_path` on the true path.
 
-Printed only. The search never multiplies them (MATH section 3).
+Printed only. The search never multiplies them.
 """
 
 from __future__ import annotations

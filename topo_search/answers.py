@@ -6,8 +6,8 @@ hidden state that chose each token is kept, so neither profiling nor training ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -143,17 +143,3 @@ class _Batch:
         self.cache = self.cache.select_rows(kept)
         self.mask, self.positions = self.mask[kept], self.positions[kept]
         self.rows = [self.rows[row] for row in kept.tolist()]
-
-
-def answer_all(
-    target: Target,
-    prompts: Sequence[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    batch_size: int,
-    choose: Choose | None = None,
-) -> Iterator[list[Answer]]:
-    """Answers of any number of prompts, one list per finished batch, in no particular order."""
-    for batch in batches_by_length([len(prompt) for prompt in prompts], batch_size):
-        found = answer_batch(target, [prompts[i] for i in batch], max_new_tokens=max_new_tokens, choose=choose)
-        yield [replace(answer, prompt_index=batch[answer.prompt_index]) for answer in found]

@@ -2,7 +2,7 @@
 
 Times and rates cover what follows the first token, for `generate` too; prefill stands apart. *Predicted* is the replay
 of a trace of the raced prompts, made from the plain run's text; a predicted count that differs from the measured one
-is a failure, not a footnote (FIELD-CASES 36).
+is a failure, not a footnote.
 """
 
 from __future__ import annotations

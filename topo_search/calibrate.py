@@ -210,7 +210,7 @@ def true_paths(tokens: Int[Tensor, " answer"], depth: int) -> Int[Tensor, "rows 
 
 
 def constant_heads(heads: DraftHeads, answers: Sequence[Answer]) -> list[int]:
-    """Depths whose head puts the same token first at every row of `answers`, whatever it reads (FIELD-CASES 54)."""
+    """Depths whose head puts the same token first at every row of `answers`, whatever it reads."""
     constant = set(range(1, heads.identity.num_heads + 1))
     first: Tensor | None = None
     with torch.inference_mode():

@@ -1,8 +1,7 @@
 """Is the text the same, and if not, why: the first divergence and the gap of the two best scores there.
 
 In fp32 the same sum in another order moves scores by up to 6e-5, so about one token in a million flips between runs
-of different width. Only a gap below `NEAR_TIE` at the first divergence is such a flip; anything else is a failure
-(MATH section 2.3).
+of different width. Only a gap below `NEAR_TIE` at the first divergence is such a flip; anything else is a failure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`LatencyTable`: measured step times, and what one step of a tree costs by them (MATH section 4).
+"""`LatencyTable`: measured step times, and what one step of a tree costs by them.
 
 A step's time is the verify part (tree forward, acceptance, cache commit) at its width and context plus the draft part
 (draft heads and their ranking) at the tree's depth; both are timed inside the decoder's own step. Plain decoding is

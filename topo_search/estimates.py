@@ -1,4 +1,4 @@
-"""Path probabilities: how often a step would pass each node (MATH section 3).
+"""Path probabilities: how often a step would pass each node.
 
 Every estimator is a product of conditional shares, so a child never exceeds its parent and one sort of the result is
 prefix-closed at every size.

@@ -34,7 +34,7 @@ class HeadsIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuleIdentity:
-    """The acceptance rule. Text, and so every rank, depends on all of it (MATH: trace identity)."""
+    """The acceptance rule. Text, and so every rank, depends on all of it."""
 
     rule: str = "greedy"
     temperature: float = 0.0

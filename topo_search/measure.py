@@ -198,7 +198,9 @@ class _Bench:
             if kind == "verify":
                 return self._time_verify(self.steps[size], context)
             return self._time_draft(self.draft_steps[size])
-        except (torch.OutOfMemoryError, MemoryError):
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
             self.failed.add(cell)
             gc.collect()
             return None
@@ -219,6 +221,12 @@ class _Bench:
     def _time_draft(self, step: TreeStep) -> float:
         state = self._state(max(self.grid.contexts))
         return timed_ms(lambda: step.draft(state), self.target.device)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a device, or torch's allocator on a CPU (which raises a plain RuntimeError), ran out of memory."""
+    named = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return named or "can't allocate memory" in str(error)
 
 
 def timed_ms(call: Callable[[], object], device: torch.device) -> float:

@@ -1,4 +1,4 @@
-"""The one ranking of tokens, for calibration and decoder alike (MATH section 1, tie rule).
+"""The one ranking of tokens, for calibration and decoder alike.
 
 A token's rank is the number of larger scores plus the number of equal scores with a smaller id, on fp32 scores
 (float64 stays float64). `torch.topk` leaves the order of ties open, which on bf16 changes even the set of tokens.

@@ -1,7 +1,7 @@
 """Plain decoding by transformers' own `generate`: the baseline whose text every tree must reproduce.
 
 One settings object is resolved here for both sides. `generate` would otherwise take sampling, penalties and limits
-from the model's generation config (FIELD-CASES 13), so it is given a neutral one.
+from the model's generation config, so it is given a neutral one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Replay: the exact decode walk of any tree over a trace, without the model (MATH sections 0 and 1).
+"""Replay: the exact decode walk of any tree over a trace, without the model.
 
 A row decides what any tree would accept there. Start at a prompt's first row, look up what is emitted, jump, repeat.
 """

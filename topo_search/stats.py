@@ -1,12 +1,12 @@
 """`DecodeStats`: what a run of decode steps accepted, counted in one way everywhere.
 
-`accepted_tokens` are drafted tokens kept by a step; `tokens_per_step` adds the target's own token (FIELD-CASES 31).
+`accepted_tokens` are drafted tokens kept by a step; `tokens_per_step` adds the target's own token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -74,13 +74,3 @@ class DecodeStats:
     def passed(self, depth: int) -> int:
         """Steps that accepted a token at `depth`."""
         return sum(self.histogram[depth:])
-
-
-def accepted_length(matches: Sequence[bool]) -> int:
-    """How many tokens of a path are accepted: those before the first mismatch, whatever matches after it."""
-    length = 0
-    for match in matches:
-        if not match:
-            break
-        length += 1
-    return length

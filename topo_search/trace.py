@@ -1,6 +1,6 @@
 """`RankTrace`: at every position of the target's own answers, the rank of the true continuation at every depth.
 
-Conventions (MATH sections 0 and 1): an answer y_0 .. y_{N-1} has rows j = 0 .. N-2. Row j's root is y_j, and its
+Conventions: an answer y_0 .. y_{N-1} has rows j = 0 .. N-2. Row j's root is y_j, and its
 column k - 1 holds the rank of y_{j+k} in the list of depth k. Two sentinels, never mixed: `resolved_ranks` (the true
 token ranks beyond those resolved: a miss) and -1 (past the answer's end: not observed).
 """

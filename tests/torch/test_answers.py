@@ -9,7 +9,7 @@ import torch
 from models import NEW_TOKENS, PROMPTS, plain_text, target_of
 from torch import Tensor
 
-from topo_search.answers import answer_all, answer_batch, batches_by_length
+from topo_search.answers import answer_batch, batches_by_length
 from topo_search.compare import teacher_forced
 from topo_search.reference import generate_plain
 
@@ -75,10 +75,3 @@ def test_another_choice_writes_another_text() -> None:
 def test_batches_hold_prompts_of_like_length_longest_first() -> None:
     assert batches_by_length([3, 9, 1, 9, 4], 2) == [[1, 3], [4, 0], [2]]
     assert batches_by_length([], 2) == []
-
-
-def test_any_number_of_prompts_keeps_its_numbers() -> None:
-    batches = list(answer_all(target_of("llama"), PROMPTS, max_new_tokens=6, batch_size=3))
-    assert [len(batch) for batch in batches] == [3, 1]
-    for answer in (answer for batch in batches for answer in batch):
-        assert answer.tokens == plain_text("llama", PROMPTS[answer.prompt_index]).tokens[:6]

@@ -18,13 +18,8 @@ from tokenizers.models import WordLevel
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerFast, T5Config
 
-from topo_search.calibrate import encode_prompts
-from topo_search.compare import divergence
 from topo_search.decode.decoder import TreeDecoder
 from topo_search.errors import InputError
-from topo_search.files.prompts import packaged_prompts
-from topo_search.heads.medusa import MedusaHeads, untrained_blocks
-from topo_search.identity import HeadsIdentity
 from topo_search.reference import generate_plain
 from topo_search.target import Target, load_target
 from topo_search.target.fingerprint import weights_fingerprint
@@ -323,18 +318,3 @@ def test_the_demo_is_labelled_and_sane(demo: Target) -> None:
     finally:
         with torch.no_grad():
             norm.copy_(kept)
-
-
-@pytest.mark.real_model
-def test_the_demos_trees_write_the_text_of_generate(demo: Target) -> None:
-    """Untrained heads draft the target's next token again and again; the text is plain decoding's all the same."""
-    blocks = untrained_blocks(demo, num_heads=3, num_layers=1, share_projection=True)
-    heads = MedusaHeads(blocks, demo, HeadsIdentity(name="untrained", kind="medusa", fingerprint="", num_heads=3))
-    reference = load_target("demo", pack=False)
-    decoder = TreeDecoder(demo, heads, Tree.dense([3, 2, 2]))
-    prompts = encode_prompts(demo, packaged_prompts(workload=None, split="evaluation"), max_new_tokens=12)
-    for prompt in sorted(prompts, key=lambda prompt: len(prompt.tokens))[:2]:
-        plain = generate_plain(reference, prompt.tokens, max_new_tokens=12)
-        answer = decoder.generate(prompt.tokens, max_new_tokens=12)
-        point = divergence(demo, prompt.id, prompt.tokens, plain.tokens, answer.tokens)
-        assert point is None or point.near_tie, point

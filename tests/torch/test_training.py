@@ -234,15 +234,20 @@ def talker() -> Target:
 def test_answers_are_stored_as_written(tmp_path: Path) -> None:
     target = talker()
     text = write_answers(target, PROMPTS, max_new_tokens=20, store=tmp_path, batch_size=3)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == [
-        "answers-00000.safetensors",
-        "answers-00001.safetensors",
-    ]
+    assert len(list(tmp_path.glob("answers-*.safetensors"))) == 2
     answers = answer_batch(target, PROMPTS, max_new_tokens=20)
     assert text.tokens.tolist() == [token for answer in answers for token in answer.tokens]
     assert text.answer_of.tolist() == [a for a, answer in enumerate(answers) for _ in answer.tokens]
     assert len({len(answer.tokens) for answer in answers}) > 1
     assert torch.allclose(text.states.double(), torch.cat([a.states for a in answers]), rtol=0, atol=4e-3)
+
+
+def test_other_prompts_in_the_same_store_meet_no_old_answers(tmp_path: Path) -> None:
+    write_answers(talker(), PROMPTS, max_new_tokens=8, store=tmp_path, batch_size=2)
+    others = [[*prompt, 9] for prompt in PROMPTS]
+    text = write_answers(talker(), others, max_new_tokens=8, store=tmp_path, batch_size=2)
+    answers = answer_batch(talker(), others, max_new_tokens=8)
+    assert text.tokens.tolist() == [token for answer in answers for token in answer.tokens]
 
 
 def spied_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -2,21 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from topo_search.stats import DecodeStats, accepted_length
-
-
-@pytest.mark.parametrize(
-    ("matches", "length"),
-    [([], 0), ([False, True], 0), ([True, False, True, False], 1), ([True, True, True], 3), ([True, True, False], 2)],
-)
-def test_what_matches_after_the_first_mismatch_does_not_count(matches: list[bool], length: int) -> None:
-    """FIELD-CASES 19."""
-    assert accepted_length(matches) == length
+from topo_search.stats import DecodeStats
 
 
 def test_a_depth_is_reached_when_all_above_it_were_accepted() -> None:
     """FIELD-CASES 19: matches 1, 0, 1, 0: depth 1 passed, depth 2 reached and failed, 3 and 4 never reached."""
-    stats = DecodeStats.of([accepted_length([True, False, True, False])])
+    stats = DecodeStats.of([1])
     assert [stats.reached(depth) for depth in (1, 2, 3, 4)] == [1, 1, 0, 0]
     assert [stats.passed(depth) for depth in (1, 2, 3, 4)] == [1, 0, 0, 0]
 

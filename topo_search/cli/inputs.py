@@ -104,6 +104,11 @@ def newest_or_shipped(given: Path | None, suffix: str) -> Path | None:
         return None
 
 
+def is_shipped(path: Path) -> bool:
+    """Whether a trace or table is the demo's own, that came with topo-search."""
+    return path.parent == packaged("calibration/demo")
+
+
 def require_fit(
     what: str, given: Any, loaded: Any, *, allow_mismatch: bool, way_out: str = "make it for this one"
 ) -> None:

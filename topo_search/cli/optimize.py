@@ -49,7 +49,7 @@ def optimize(
     Examples: topo-search optimize --budget 64 | topo-search optimize --objective tokens-per-step --json
     """
     del strategy
-    from topo_search.cli.inputs import newest_or_shipped
+    from topo_search.cli.inputs import is_shipped, newest_or_shipped
     from topo_search.errors import InputError
     from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
     from topo_search.report.console import note
@@ -64,6 +64,10 @@ def optimize(
         f"{ranks.provenance.get('device', 'unknown device')}, {_made(ranks.provenance)}"
     )
     table, latency_path = _table_for(ranks, latency, objective, allow_mismatch=allow_mismatch)
+    if is_shipped(trace_path) or (latency_path is not None and is_shipped(latency_path)):
+        note("These are the demo's shipped figures, not this device's or your prompts': run topo-search calibrate.")
+    if table is not None and budget > max(table.widths()):
+        note(f"The table ends at width {max(table.widths())}; topo-search measure --max-width {budget} times more.")
     result = search(ranks, table, budget=budget, objective=objective.value)
     files = _write_trees(result, out, _made_from(ranks, trace_path, table, latency_path))
     if as_json:
@@ -95,8 +99,7 @@ def _table_for(
     Raises:
         MismatchError: the table was measured with another target or other heads.
     """
-    from topo_search.cli.inputs import newest_or_shipped, require_fit
-    from topo_search.cli.options import CALIBRATION_FOLDER
+    from topo_search.cli.inputs import is_shipped, newest_or_shipped, require_fit
     from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
     from topo_search.identity import differing_fields
     from topo_search.report.console import note
@@ -107,8 +110,7 @@ def _table_for(
         return None, None
     table = read_latency(path)
     differs = differing_fields(table.target, trace.target) + differing_fields(table.heads, trace.heads)
-    is_shipped = given is None and path.parent != CALIBRATION_FOLDER
-    if differs and given is None and (is_shipped or objective is Objective.tokens_per_step):
+    if differs and given is None and (is_shipped(path) or objective is Objective.tokens_per_step):
         note(f"Latency {path} is of another target or other heads, so it is left out.")
         return None, None
     note(f"Latency {path}: {device_line(table)}, {table.mode}, {_made(table.provenance)}")
@@ -188,18 +190,31 @@ def _json_row(found: Alternative, file: Path | None) -> dict[str, Any]:
 def _show(result: SearchResult, files: dict[str, Path]) -> None:
     from topo_search.report.console import note, stdout
     from topo_search.report.tables import comparison_table
-    from topo_search.search.optimize import PLAIN
+    from topo_search.search.optimize import CHAIN, TREE
 
     stdout().print(comparison_table(result))
-    best = result[result.recommended]
-    if best.name == PLAIN:
-        note("Recommended: plain decoding. No tree or chain of these heads earns its cost here.")
-    elif best.speedup is None:
-        note(f"Recommended: {best.name}, {best.tokens_per_step:.3f} tokens per step; no step time is known.")
-    else:
-        note(
-            f"Recommended: {best.name}, {best.speedup:.2f} times plain decoding at batch 1 by the measured step times."
-        )
+    note(_verdict(result))
     for name, file in files.items():
         note(f"Wrote {file} ({name})")
-    note(f"Next: topo-search show {files['best tree']}, or topo-search bench")
+    tree, chain = files[TREE], files[CHAIN]
+    note(f"Next: topo-search show {tree}, or topo-search bench --tree {tree} --chain {chain}")
+
+
+def _verdict(result: SearchResult) -> str:
+    """What to use, and why, in a sentence."""
+    from topo_search.search.optimize import PLAIN, TREE
+
+    best = result[result.recommended]
+    if best.name == PLAIN and not result[TREE].tree.paths:
+        return "Recommended: plain decoding; within this budget no tree could be tried."
+    if best.name == PLAIN:
+        return "Recommended: plain decoding. No tree or chain of these heads earns its cost here."
+    if best.speedup is None:
+        width = best.tree.verify_width
+        return f"Recommended: {best.name}, {best.tokens_per_step:.3f} tokens per step; width {width} has no time."
+    if best.speedup < 1:
+        return (
+            f"Asked for tokens per step: {best.name}, {best.tokens_per_step:.3f}. By the measured step times it is "
+            f"{best.speedup:.2f} times plain decoding, so plain decoding is faster."
+        )
+    return f"Recommended: {best.name}, {best.speedup:.2f} times plain decoding at batch 1 by the measured step times."

@@ -1,6 +1,6 @@
 """`TreeDecoder`: load a target, heads and a tree, and decode text that equals plain decoding token for token.
 
-Batch 1 and greedy acceptance. Prefill emits the first token and is not a step (MATH section 0).
+Batch 1 and greedy acceptance. Prefill emits the first token and is not a step.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from topo_search.target.adapter import Target
 from topo_search.tree import Tree
 
 DEFAULT_CAPACITY = 1024
+
+Prompt = Sequence[int] | torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +80,12 @@ class TreeDecoder:
         self._steps: list[TreeStep] = []
         self._reserve(min(capacity, target.position_limit or capacity))
 
-    def generate(
-        self, prompt: Sequence[int], *, max_new_tokens: int, eos_token_ids: Sequence[int] | None = None
-    ) -> Decoded:
+    def generate(self, prompt: Prompt, *, max_new_tokens: int, eos_token_ids: Sequence[int] | None = None) -> Decoded:
         """The whole answer to one prompt.
 
         Args:
-            prompt: token ids of one prompt, neither empty nor longer than the target's positions.
+            prompt: token ids of one prompt, as a sequence or a `[tokens]` or `[1, tokens]` tensor; neither empty nor
+                longer than the target's positions.
             max_new_tokens: exact cap of the answer, at least 1.
             eos_token_ids: ids that end the answer; the target's own by default.
 
@@ -110,9 +111,10 @@ class TreeDecoder:
         )
 
     def stream(
-        self, prompt: Sequence[int], *, max_new_tokens: int, eos_token_ids: Sequence[int] | None = None
+        self, prompt: Prompt, *, max_new_tokens: int, eos_token_ids: Sequence[int] | None = None
     ) -> Iterator[list[int]]:
         """Yield the tokens of the prefill (one), then those of every step; see `generate`."""
+        prompt = single_prompt(prompt)
         cap = self._allowed_tokens(prompt, max_new_tokens)
         ends = frozenset(self.target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._reserve(len(prompt) + cap)
@@ -187,7 +189,7 @@ class TreeDecoder:
 
 
 def require_depth(tree: Tree, heads: DraftHeads | None) -> None:
-    """Refuse a tree that the heads cannot draft, before any device work (FIELD-CASES 16).
+    """Refuse a tree that the heads cannot draft, before any device work.
 
     Raises:
         InputError: names the first path that is too deep, and the way out.
@@ -201,12 +203,14 @@ def require_depth(tree: Tree, heads: DraftHeads | None) -> None:
         )
 
 
-def single_prompt(input_ids: torch.Tensor) -> list[int]:
-    """The prompt of a `[1, tokens]` or `[tokens]` tensor.
+def single_prompt(input_ids: Prompt) -> Sequence[int]:
+    """The token ids of one prompt, taken out of a `[1, tokens]` or `[tokens]` tensor where it is one.
 
     Raises:
         InputError: more than one prompt was passed; batches are not supported.
     """
+    if not isinstance(input_ids, torch.Tensor):
+        return input_ids
     if input_ids.ndim == 2 and input_ids.shape[0] == 1:
         input_ids = input_ids[0]
     if input_ids.ndim != 1:

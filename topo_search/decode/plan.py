@@ -1,4 +1,4 @@
-"""`TreePlan`: a tree as the tensors one decode step needs, built once (DESIGN section 7).
+"""`TreePlan`: a tree as the tensors one decode step needs, built once.
 
 The mask buffer holds the visibility of every committed position and every slot of the tree. A step with `length`
 committed tokens takes the view that starts at `capacity - length`: nothing is written or allocated per step, and a

@@ -1,6 +1,6 @@
 """The protocol of draft heads: propose a tree's tokens, score along the true path, identify themselves.
 
-Every list must be a function of the committed tokens, the root and the node's own path (path-local, MATH section 1);
+Every list must be a function of the committed tokens, the root and the node's own path (path-local);
 replay is exact for such heads only.
 """
 

@@ -1,7 +1,8 @@
-"""Read and write draft-head checkpoints: `config.json` and `medusa_lm_head.safetensors` (FORMATS 3.1, A and B).
+"""Read and write draft-head checkpoints: `config.json` and `medusa_lm_head.safetensors`.
 
-Heads and layers are counted from the weights, never from the configuration (FIELD-CASES 53); a missing tensor is an
-error that lists names (row 22). Pickled checkpoints are refused.
+Two of Medusa's own layouts: A, a projection per head, and B, the target's output layer shared. Heads and layers are
+counted from the weights, never from the configuration; a missing tensor is an error that lists names. Pickled
+checkpoints are refused.
 """
 
 from __future__ import annotations

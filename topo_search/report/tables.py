@@ -55,7 +55,7 @@ def comparison_table(result: SearchResult) -> Table:
     """Plain decoding, best chain and best tree side by side."""
     table = Table(title="Expected on the trace's prompts (tokens_per_step is replayed)")
     table.add_column("")
-    for name in ("nodes", "width", "depth"):
+    for name in ("draft nodes", "width", "depth"):
         table.add_column(name, justify="right")
     for name in ("tokens_per_step", "all positions", "step_ms", "tokens/s", "speed-up"):
         table.add_column(name, justify="right")

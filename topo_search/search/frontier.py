@@ -1,4 +1,4 @@
-"""The nested family of best trees of every size: one sort (MATH section 3)."""
+"""The nested family of best trees of every size: one sort."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Pick the fastest of plain decoding, the best chain and the best tree, by replay over measured step times.
 
-Judged as sum of tokens over sum of milliseconds of the replayed steps, each at its own width, depth and context
-(MATH section 4). Every measured width is tried: replayed curves are neither monotone nor concave.
+Judged as sum of tokens over sum of milliseconds of the replayed steps, each at its own width, depth and context.
+Every measured width is tried: replayed curves are neither monotone nor concave.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A `.gguf` file as an ordinary transformers folder: converted once into the user's cache, keyed by content.
 
 transformers de-quantises GGUF weights, so the copy is a dense model: its text is the file's, its latency is not that
-of the quantised engine (FIELD-CASES row 78). Needs the extra `demo` (the `gguf` package).
+of the quantised engine. Needs the extra `demo` (the `gguf` package).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ with the first missing shard and loses at most one batch.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -144,15 +145,20 @@ def write_answers(
     progress: Progress | None = None,
 ) -> TrainingText:
     """The target's greedy answers to `prompts` with their states, stored shard by shard and read back."""
-    starts = range(0, len(prompts), batch_size)
-    for number, start in enumerate(starts):
-        shard = store / f"answers-{number:05d}.safetensors"
-        if not shard.exists():
-            batch = prompts[start : start + batch_size]
-            _write_shard(shard, answer_batch(target, batch, max_new_tokens=max_new_tokens))
+    shards = []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        shards.append(store / f"answers-{_digest(batch)}.safetensors")
+        if not shards[-1].exists():
+            _write_shard(shards[-1], answer_batch(target, batch, max_new_tokens=max_new_tokens))
         if progress:
             progress(min(start + batch_size, len(prompts)), len(prompts))
-    return read_answers([store / f"answers-{number:05d}.safetensors" for number in range(len(starts))])
+    return read_answers(shards)
+
+
+def _digest(batch: Sequence[Sequence[int]]) -> str:
+    """Names a shard by its prompts, so that other prompts in the same store never meet old answers."""
+    return hashlib.sha256(repr([tuple(prompt) for prompt in batch]).encode()).hexdigest()[:16]
 
 
 def _write_shard(path: Path, answers: Sequence[Answer]) -> None:
