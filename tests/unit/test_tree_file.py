@@ -61,6 +61,7 @@ def test_a_tree_file_has_exactly_these_bytes(tmp_path: Path) -> None:
 
 def test_everything_written_is_read_back() -> None:
     assert read_tree(GOLDEN / "guide.tree.json") == guide()
+    assert read_tree(str(GOLDEN / "guide.tree.json")) == guide()
 
 
 @repeatable

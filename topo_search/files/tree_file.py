@@ -142,7 +142,7 @@ def write_tree(path: Path, tree_file: TreeFile) -> None:
     write_document(path, TreeDocument, fields, kind="tree")
 
 
-def read_tree(path: Path) -> TreeFile:
+def read_tree(path: Path | str) -> TreeFile:
     """Read and validate a tree file.
 
     Raises:
@@ -150,6 +150,7 @@ def read_tree(path: Path) -> TreeFile:
             of `Tree` or `TreeFile`, is out of order, or its mask is not that of its nodes. The message names the file,
             the place and the rule.
     """
+    path = Path(path)
     raw, document = read_document(path, TreeDocument, kind="tree", max_bytes=MAX_BYTES)
     with naming(path):
         _check_sizes(raw["nodes"])
