@@ -1,7 +1,8 @@
-"""Training text: the target invents prompts, answers them, and the states that chose each token are stored.
+"""Training text: the target invents prompts and answers them, into a store that a killed run continues.
 
-The store is a folder of safetensors shards, one per batch, written atomically: a run that was interrupted continues
-with the first missing shard and loses at most one batch.
+A store is a folder of safetensors shards, one per batch of prompts, each named by its prompts and written atomically,
+and a manifest that lists them. It holds token ids only; hidden states are recomputed by `training.states`, since one
+forward pass over written text is several times faster than writing it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from topo_search.answers import Answer, answer_batch
+from topo_search.answers import Answer, Choose, answer_batch
 from topo_search.errors import InputError
 from topo_search.files.atomic import write_bytes, write_text
 from topo_search.files.prompts import Prompt
@@ -27,25 +29,77 @@ from topo_search.target.adapter import Target
 
 Progress = Callable[[int, int], None]  # done, total
 
-_PROMPT_TOKENS = 40
-_TEMPERATURE = 0.9
-_TOP_K = 128
-_TOP_P = 0.95
+MANIFEST = "manifest.json"
+_TURN_TOKENS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How text is drawn: temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_k: int = 128
+    top_p: float = 0.95
+
+
+_INVENTING = Sampling(temperature=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingText:
-    """All stored answers end to end.
+    """Prompts with their answers, end to end.
 
     Attributes:
-        tokens: `[positions]`, every answer's tokens in turn.
-        states: `[positions, hidden]`, fp16: the state that chose each token.
-        answer_of: `[positions]`, the number of the answer a position belongs to.
+        tokens: `[positions]`, every prompt and its answer in turn.
+        starts: `[texts + 1]`, where each text begins; the last entry is the number of positions.
+        prompt_lengths: `[texts]`, leading tokens of each text that are no answer; at least 1.
     """
 
     tokens: Int[Tensor, " positions"]
-    states: Float[Tensor, "positions hidden"]
-    answer_of: Int[Tensor, " positions"]
+    starts: Int[Tensor, " texts_plus_one"]
+    prompt_lengths: Int[Tensor, " texts"]
+
+    @property
+    def lengths(self) -> Int[Tensor, " texts"]:
+        """Tokens of each text."""
+        return self.starts[1:] - self.starts[:-1]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Answer tokens in all."""
+        return int((self.lengths - self.prompt_lengths).sum())
+
+    @property
+    def digest(self) -> str:
+        """Hash of every token and border."""
+        content = hashlib.sha256()
+        for part in (self.tokens, self.starts, self.prompt_lengths):
+            content.update(part.to(torch.int64).numpy().tobytes())
+        return content.hexdigest()[:16]
+
+    def select(self, texts: Sequence[int] | Int[Tensor, " chosen"]) -> TrainingText:
+        """The given texts only, in the given order."""
+        chosen = torch.as_tensor(texts, dtype=torch.long)
+        return text_of(
+            [self.tokens[int(self.starts[i]) : int(self.starts[i + 1])] for i in chosen.tolist()],
+            self.prompt_lengths[chosen].tolist(),
+        )
+
+
+def text_of(texts: Sequence[Int[Tensor, " tokens"]], prompt_lengths: Sequence[int]) -> TrainingText:
+    """Texts of known prompt lengths."""
+    lengths = torch.tensor([0, *(len(text) for text in texts)])
+    return TrainingText(
+        tokens=torch.cat([*texts, torch.zeros(0, dtype=torch.long)]).long(),
+        starts=lengths.cumsum(0),
+        prompt_lengths=torch.tensor(prompt_lengths, dtype=torch.long),
+    )
+
+
+def answer_positions(text: TrainingText) -> Int[Tensor, " positions"]:
+    """Positions of every answer token."""
+    inside = torch.arange(len(text.tokens)) - torch.repeat_interleave(text.starts[:-1], text.lengths)
+    return torch.nonzero(inside >= torch.repeat_interleave(text.prompt_lengths, text.lengths)).flatten()
 
 
 def packaged_openings() -> list[str]:
@@ -64,17 +118,23 @@ def user_turns(turns: Sequence[str]) -> list[Prompt]:
     ]
 
 
-def same_store(store: Path, settings: dict[str, Any]) -> None:
-    """Bind a store to the settings that its shards depend on.
+def ordinary_text(target: Target, files: Sequence[Path], *, length: int = 256) -> TrainingText:
+    """Files cut into texts of `length` tokens: text the target did not write, to learn from before its own.
 
     Raises:
-        InputError: it holds shards of other settings.
+        InputError: a file cannot be read as UTF-8, or all of them together hold less than two tokens.
     """
-    path = store / "settings.json"
-    text = json.dumps(settings, sort_keys=True)
-    if path.exists() and path.read_text(encoding="utf-8") != text:
-        raise InputError(f"{store} holds text of another run ({path}); delete it or give another --work.")
-    write_text(path, text)
+    pieces: list[Tensor] = []
+    for file in files:
+        try:
+            content = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"Text file {file} cannot be read as UTF-8: {error}.") from None
+        ids = torch.tensor(target.tokenizer(content, add_special_tokens=False).input_ids, dtype=torch.long)
+        pieces += [piece for piece in ids.split(length) if len(piece) > 1]
+    if not pieces:
+        raise InputError("The ordinary text holds less than two tokens; give more of it or leave it out.")
+    return text_of(pieces, [1] * len(pieces))
 
 
 def invent_prompts(
@@ -105,9 +165,9 @@ def invent_prompts(
         shard = store / f"prompts-{number:05d}.json"
         if not shard.exists():
             picked = [openings[(number * batch_size + i) % len(openings)] for i in range(batch_size)]
-            sampler = torch.Generator(device=target.device).manual_seed(seed * 1_000_003 + number)
+            sampler = torch.Generator(device=target.device).manual_seed(_mixed(seed, number))
             write_text(shard, json.dumps(_continue_turns(target, picked, sampler), ensure_ascii=False))
-        known, turns = turns, list(dict.fromkeys(turns + json.loads(shard.read_text(encoding="utf-8"))))
+        known, turns = turns, list(dict.fromkeys(turns + _read_turns(shard)))
         if len(turns) == len(known):
             raise InputError(f"The target invents only {len(turns)} distinct prompts of {count}; ask for fewer.")
         number += 1
@@ -116,23 +176,27 @@ def invent_prompts(
     return turns[:count]
 
 
-def _continue_turns(target: Target, openings: Sequence[str], sampler: torch.Generator) -> list[str]:
-    def sample(hidden: Float[Tensor, "batch hidden"]) -> Int[Tensor, " batch"]:
-        scores, ids = torch.topk(target.scores(hidden) / _TEMPERATURE, min(_TOP_K, target.known_ids), dim=-1)
-        probs = torch.softmax(scores, dim=-1)
-        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs > _TOP_P, 0.0)
-        return ids.gather(-1, torch.multinomial(probs, 1, generator=sampler))[:, 0]
+def open_store(
+    target: Target, store: Path, *, max_new_tokens: int, seed: int = 0, sampling: Sampling | None = None
+) -> None:
+    """Bind `store` to how its text is written, before anything is written.
 
-    prompts = [target.tokenizer(_turn_start(target, o), add_special_tokens=False).input_ids for o in openings]
-    answers = answer_batch(target, prompts, max_new_tokens=_PROMPT_TOKENS, choose=sample)
-    written = [target.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
-    return [(opening + text).strip() for opening, text in zip(openings, written, strict=True)]
-
-
-def _turn_start(target: Target, opening: str) -> str:
-    """The chat template up to and including the opening of the user's turn."""
-    text: str = target.tokenizer.apply_chat_template([{"role": "user", "content": opening}], tokenize=False)
-    return text[: text.rindex(opening) + len(opening)]
+    Raises:
+        InputError: the store holds text of another target, cap, seed or sampling.
+    """
+    settings = {
+        "target": target.identity.fingerprint,
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "sampling": asdict(sampling or Sampling()),
+    }
+    if not (store / MANIFEST).exists():
+        _write_manifest(store, settings, [])
+    held = _read_manifest(store)["settings"]
+    if held != settings:
+        raise InputError(
+            f"{store} holds text of another run ({held}, not {settings}); delete it or give another folder."
+        )
 
 
 def write_answers(
@@ -141,19 +205,134 @@ def write_answers(
     *,
     max_new_tokens: int,
     store: Path,
+    seed: int = 0,
+    sampling: Sampling | None = None,
     batch_size: int = 64,
     progress: Progress | None = None,
 ) -> TrainingText:
-    """The target's greedy answers to `prompts` with their states, stored shard by shard and read back."""
-    shards = []
-    for start in range(0, len(prompts), batch_size):
-        batch = prompts[start : start + batch_size]
-        shards.append(store / f"answers-{_digest(batch)}.safetensors")
-        if not shards[-1].exists():
-            _write_shard(shards[-1], answer_batch(target, batch, max_new_tokens=max_new_tokens))
+    """The target's answers to `prompts` in `store`, shard by shard; what the store holds already is not run again.
+
+    A prompt is answered once, however often it is given: the same text must not be trained on and held out.
+
+    Raises:
+        InputError: the store holds text of another target, cap, seed or sampling, or cannot be written.
+    """
+    open_store(target, store, max_new_tokens=max_new_tokens, seed=seed, sampling=sampling)
+    manifest = _read_manifest(store)
+    shards = [str(name) for name in manifest["shards"] if (store / Path(str(name)).name).exists()]
+    wanted = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
+    answered = {prompt for name in shards for prompt in _prompts_of(_read_shard(store, name))}
+    missing = [prompt for prompt in wanted if prompt not in answered]
+    for start in range(0, len(missing), batch_size):
+        batch = missing[start : start + batch_size]
+        digest = _digest(batch)
+        shard = f"text-{digest}.safetensors"
+        if not (store / shard).exists():
+            choose = None
+            if sampling is not None and sampling.temperature > 0:
+                # Drawn from the prompts themselves: a continued run draws what an undisturbed one draws.
+                sampler = torch.Generator(device=target.device).manual_seed(_mixed(seed, int(digest, 16)))
+                choose = _sampler(target, sampling, sampler)
+            answers = answer_batch(target, batch, max_new_tokens=max_new_tokens, choose=choose)
+            write_bytes(store / shard, _shard(batch, answers))
+        shards.append(shard)
+        _write_manifest(store, manifest["settings"], shards)
         if progress:
-            progress(min(start + batch_size, len(prompts)), len(prompts))
-    return read_answers(shards)
+            progress(len(wanted) - len(missing) + min(start + batch_size, len(missing)), len(wanted))
+    return read_text_store(store)
+
+
+def read_text_store(store: Path) -> TrainingText:
+    """Everything a store holds.
+
+    Raises:
+        InputError: it is no store, empty, or a shard is damaged.
+    """
+    parts = [_read_shard(store, name) for name in _read_manifest(store)["shards"]]
+    if not parts:
+        raise InputError(f"{store} holds no text; run topo-search distill --out {store}.")
+    return text_of(
+        [text for part in parts for text in part.tokens.split(part.lengths.tolist())],
+        [length for part in parts for length in part.prompt_lengths.tolist()],
+    )
+
+
+def store_target(store: Path) -> str:
+    """Fingerprint of the target that wrote a store's text."""
+    return str(_read_manifest(store)["settings"].get("target"))
+
+
+def _read_manifest(store: Path) -> dict[str, Any]:
+    path = store / MANIFEST
+    if not path.is_file():
+        raise InputError(f"{store} is no text store: it has no {MANIFEST}. Make one with topo-search distill.")
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest["settings"], dict) or not isinstance(manifest["shards"], list):
+            raise TypeError("settings and shards are missing")
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is no manifest of a text store: {error}.") from None
+    found: dict[str, Any] = manifest
+    return found
+
+
+def _write_manifest(store: Path, settings: dict[str, Any], shards: list[str]) -> None:
+    write_text(store / MANIFEST, json.dumps({"settings": settings, "shards": shards}, indent=1) + "\n")
+
+
+def _read_shard(store: Path, name: object) -> TrainingText:
+    path = store / Path(str(name)).name
+    try:
+        shard = load_file(path)
+        lengths, prompts = shard["lengths"].long(), shard["prompt_lengths"].long()
+        if lengths.shape != prompts.shape or not bool(((prompts > 0) & (prompts < lengths)).all()):
+            raise ValueError("lengths of texts and prompts do not fit")
+        return text_of(shard["tokens"].long().split(lengths.tolist()), prompts.tolist())
+    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
+        raise InputError(f"{path} is damaged ({error}); delete it and run topo-search distill again.") from None
+
+
+def _prompts_of(text: TrainingText) -> list[tuple[int, ...]]:
+    """The prompts of a text's answers."""
+    pairs = zip(text.starts.tolist(), text.prompt_lengths.tolist(), strict=False)
+    return [tuple(text.tokens[start : start + length].tolist()) for start, length in pairs]
+
+
+def _read_turns(shard: Path) -> list[str]:
+    try:
+        turns = json.loads(shard.read_text(encoding="utf-8"))
+        return [str(turn) for turn in turns]
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"{shard} is damaged ({error}); delete it and run topo-search distill again.") from None
+
+
+def _continue_turns(target: Target, openings: Sequence[str], sampler: torch.Generator) -> list[str]:
+    prompts = [target.tokenizer(_turn_start(target, o), add_special_tokens=False).input_ids for o in openings]
+    choose = _sampler(target, _INVENTING, sampler)
+    answers = answer_batch(target, prompts, max_new_tokens=_TURN_TOKENS, choose=choose)
+    written = [target.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
+    return [(opening + text).strip() for opening, text in zip(openings, written, strict=True)]
+
+
+def _sampler(target: Target, sampling: Sampling, generator: torch.Generator) -> Choose:
+    def sample(hidden: Float[Tensor, "batch hidden"]) -> Int[Tensor, " batch"]:
+        count = min(sampling.top_k, target.known_ids)
+        scores, ids = torch.topk(target.scores(hidden) / sampling.temperature, count, dim=-1)
+        probs = torch.softmax(scores, dim=-1)
+        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs > sampling.top_p, 0.0)
+        return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+
+    return sample
+
+
+def _turn_start(target: Target, opening: str) -> str:
+    """The chat template up to and including the opening of the user's turn."""
+    text: str = target.tokenizer.apply_chat_template([{"role": "user", "content": opening}], tokenize=False)
+    return text[: text.rindex(opening) + len(opening)]
+
+
+def _mixed(seed: int, number: int) -> int:
+    return (seed * 1_000_003 + number) % (1 << 62)
 
 
 def _digest(batch: Sequence[Sequence[int]]) -> str:
@@ -161,24 +340,13 @@ def _digest(batch: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(repr([tuple(prompt) for prompt in batch]).encode()).hexdigest()[:16]
 
 
-def _write_shard(path: Path, answers: Sequence[Answer]) -> None:
-    lengths = [len(answer.tokens) for answer in answers]
-    content = save(
+def _shard(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> bytes:
+    texts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
+    content: bytes = save(
         {
-            "tokens": torch.tensor([token for answer in answers for token in answer.tokens], dtype=torch.int32),
-            "states": torch.cat([answer.states for answer in answers]).to(torch.float16),
-            "lengths": torch.tensor(lengths, dtype=torch.int32),
+            "tokens": torch.tensor([token for text in texts for token in text], dtype=torch.int32),
+            "lengths": torch.tensor([len(text) for text in texts], dtype=torch.int32),
+            "prompt_lengths": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int32),
         }
     )
-    write_bytes(path, content)
-
-
-def read_answers(shards: Sequence[Path]) -> TrainingText:
-    """The stored answers of the given shards, in order."""
-    loaded = [load_file(shard) for shard in shards]
-    lengths = torch.cat([shard["lengths"] for shard in loaded]).long()
-    return TrainingText(
-        tokens=torch.cat([shard["tokens"] for shard in loaded]).long(),
-        states=torch.cat([shard["states"] for shard in loaded]),
-        answer_of=torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths),
-    )
+    return content

@@ -1,0 +1,171 @@
+"""The hidden states of training text, on disk: one memory-mapped fp16 file per target and text.
+
+The target is frozen, so its states are computed once, whatever heads are trained on them. A killed run continues
+with the texts that are missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from topo_search.answers import batches_by_length
+from topo_search.errors import InputError
+from topo_search.files.atomic import write_text
+from topo_search.target.adapter import Target
+from topo_search.target.packing import PackedLinear
+from topo_search.training.text import TrainingText, answer_positions
+
+Progress = Callable[[int, int], None]  # texts done, texts in all
+
+_PADDED_TOKENS = 4096  # computed together
+_CHOSEN_AT_ONCE = 256
+
+
+class HiddenStates:
+    """States of every position of a text, `[positions, hidden]`, read from disk row by row."""
+
+    def __init__(self, values: np.ndarray) -> None:
+        self._values = values
+
+    def __len__(self) -> int:
+        return int(self._values.shape[0])
+
+    def rows(self, positions: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows hidden"]:
+        """The states at the given positions, in fp32."""
+        return torch.from_numpy(self._values[positions.numpy()].astype(np.float32))
+
+
+def states_bytes(target: Target, text: TrainingText) -> int:
+    """Bytes that the states of `text` take on disk."""
+    return 2 * len(text.tokens) * target.hidden_size
+
+
+def cached_states(
+    target: Target, text: TrainingText, folder: Path, *, progress: Progress | None = None
+) -> HiddenStates:
+    """The states of `text`, computed where `folder` does not hold them yet.
+
+    Raises:
+        InputError: a token id is beyond the target's table, a text exceeds its positions, a state is beyond fp16, or
+            the disk is full.
+    """
+    _require_known(target, text)
+    name = f"states-{target.identity.fingerprint}-{target.identity.dtype}-{text.digest}"
+    path, log = folder / f"{name}.f16", folder / f"{name}.json"
+    shape = (len(text.tokens), target.hidden_size)
+    if not len(text.tokens):
+        return HiddenStates(np.zeros(shape, dtype=np.float16))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        done = _batches_done(path, log, states_bytes(target, text))
+        if not done:
+            _reserve(path, states_bytes(target, text))
+        values = np.memmap(path, dtype=np.float16, mode="r+", shape=shape)
+        batches = _batches(text)
+        read = sum(len(batch) for batch in batches[:done])
+        for number, batch in enumerate(batches[done:], start=done + 1):
+            _write(target, text, batch, values)
+            values.flush()
+            write_text(log, json.dumps({"batches": number}))
+            read += len(batch)
+            if progress:
+                progress(read, len(text.prompt_lengths))
+    except OSError as error:
+        raise InputError(
+            f"The hidden states need {states_bytes(target, text) / 1e6:.0f} MB in {folder}, and writing failed: "
+            f"{error}. Free space or give another --work; what is written is kept."
+        ) from None
+    return HiddenStates(np.memmap(path, dtype=np.float16, mode="r", shape=shape))
+
+
+def greedy_agreement(target: Target, text: TrainingText, states: HiddenStates, *, at_most: int = 4096) -> float:
+    """Share of answer tokens, `at_most` of them taken evenly, that are the target's own greedy choice."""
+    chosen = answer_positions(text)
+    chosen = chosen[:: math.ceil(len(chosen) / at_most)] if len(chosen) else chosen
+    agreeing = 0
+    with torch.inference_mode():
+        for positions in chosen.split(_CHOSEN_AT_ONCE):
+            choice = target.choose(states.rows(positions - 1).to(device=target.device, dtype=target.dtype))
+            agreeing += int((choice.cpu() == text.tokens[positions]).sum())
+    return agreeing / max(len(chosen), 1)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Weights of a model, those that were packed included."""
+    packed = (
+        m.in_features * m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m.weight is None
+    )
+    return sum(parameter.numel() for parameter in model.parameters()) + sum(packed)
+
+
+def _batches_done(path: Path, log: Path, size: int) -> int:
+    """Batches that an earlier run finished; 0 where its files are missing or cut off."""
+    if not (log.exists() and path.exists() and path.stat().st_size == size):
+        return 0
+    try:
+        return int(json.loads(log.read_text(encoding="utf-8"))["batches"])
+    except (ValueError, KeyError, TypeError):
+        return 0
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Take the whole space first, so that a full disk is met at once and not as a fault of the mapped memory."""
+    scratch = path.with_suffix(".reserving")
+    try:
+        with scratch.open("wb") as file:
+            block = bytes(1 << 20)
+            for start in range(0, size, len(block)):
+                file.write(block[: min(len(block), size - start)])
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def _batches(text: TrainingText) -> list[list[int]]:
+    lengths = text.lengths.tolist()
+    size = max(1, _PADDED_TOKENS // max(max(lengths), 1))
+    return batches_by_length(lengths, size)
+
+
+def _write(target: Target, text: TrainingText, batch: list[int], values: np.ndarray) -> None:
+    """Run one batch, padded on the right, where causal attention does not see the padding."""
+    lengths = [int(text.lengths[index]) for index in batch]
+    ids = torch.zeros(len(batch), max(lengths), dtype=torch.long)
+    for row, index in enumerate(batch):
+        start = int(text.starts[index])
+        ids[row, : lengths[row]] = text.tokens[start : start + lengths[row]]
+    with torch.inference_mode():
+        states = target.hidden_states(ids.to(target.device)).to(device="cpu", dtype=torch.float16)
+    for row, index in enumerate(batch):
+        start, found = int(text.starts[index]), states[row, : lengths[row]]
+        if not bool(torch.isfinite(found).all()):
+            raise InputError(
+                f"{target.identity.name} has hidden states that are not finite in fp16, in which they are kept: a "
+                "broken model, or one whose states are too large for it."
+            )
+        values[start : start + lengths[row]] = found.numpy()
+
+
+def _require_known(target: Target, text: TrainingText) -> None:
+    if len(text.tokens) and not 0 <= int(text.tokens.min()) <= int(text.tokens.max()) < _table(target):
+        lowest, highest = int(text.tokens.min()), int(text.tokens.max())
+        raise InputError(
+            f"The training text has token id {lowest if lowest < 0 else highest}, beyond the {_table(target)} rows "
+            f"of {target.identity.name}'s table; was it written with another tokenizer? Run topo-search distill again."
+        )
+    limit = target.position_limit
+    longest = int(text.lengths.max()) if len(text.prompt_lengths) else 0
+    if limit is not None and longest > limit:
+        raise InputError(f"A training text has {longest} tokens, but the target's context is {limit}; shorten it.")
+
+
+def _table(target: Target) -> int:
+    return int(target.output_weight.shape[0])
