@@ -24,8 +24,7 @@ from topo_search.decode.decoder import TreeDecoder
 from topo_search.device import device_record
 from topo_search.files.prompts import Prompt, packaged_prompts
 from topo_search.files.tree_file import read_tree
-from topo_search.heads import load_heads
-from topo_search.heads.medusa import MedusaHeads
+from topo_search.heads import DraftHeads, load_heads
 from topo_search.provenance import provenance
 from topo_search.reference import generate_plain
 from topo_search.replay import replay
@@ -100,7 +99,7 @@ def _resumed(lines: Path, settings: dict[str, Any]) -> dict[str, dict[str, Any]]
 def _one_prompt(
     target: Target,
     reference: Target,
-    heads: MedusaHeads,
+    heads: DraftHeads,
     decoders: dict[str, TreeDecoder],
     prompt: EncodedPrompt,
     max_new_tokens: int,

@@ -10,6 +10,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from models import tiny_heads, tiny_llama  # noqa: E402
 
+from topo_search.heads import DraftHeads  # noqa: E402
 from topo_search.heads.medusa import MedusaHeads  # noqa: E402
 from topo_search.target import Target, load_target  # noqa: E402
 
@@ -33,7 +34,7 @@ def demo() -> Target:
 
 
 @pytest.fixture(scope="session")
-def demo_heads(demo: Target) -> MedusaHeads:
+def demo_heads(demo: Target) -> DraftHeads:
     """The heads that ship for it."""
     from topo_search.heads import load_heads
 

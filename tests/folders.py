@@ -11,7 +11,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from topo_search.heads import save_medusa
+from topo_search.heads import save_heads
 from topo_search.heads.medusa import untrained_blocks
 from topo_search.target import load_target
 
@@ -50,5 +50,5 @@ def save_tiny_heads(folder: Path, target_folder: Path, *, num_heads: int = 3, sc
     with torch.no_grad():
         blocks.weight.normal_(std=scale)
     record = {"base_model_name_or_path": "tiny", "target_fingerprint": target.identity.fingerprint}
-    save_medusa(folder, blocks, record, dtype=torch.float32)
+    save_heads(folder, blocks, record, dtype=torch.float32)
     return folder

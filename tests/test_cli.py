@@ -134,7 +134,7 @@ def test_training_writes_heads_that_calibrate(
     code, _, err = run("train", "medusa", "--out", "mine", *target, "--prompts", prompts, *settings)
     assert code == 0, err
     config = json.loads((tmp_path / "mine/config.json").read_text())
-    assert config["medusa_num_heads"] == 2
+    assert config["shape"]["num_heads"] == 2
     assert config["recipe"]["seed"] == 0
     rows = ["--prompts", prompts, "--max-new-tokens", 8, "--no-measure"]
     code, out, err = run("calibrate", *target, "--heads", "mine", *rows)

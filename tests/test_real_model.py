@@ -10,8 +10,8 @@ from topo_search.files.latency_file import read_latency
 from topo_search.files.prompts import packaged_prompts
 from topo_search.files.trace_file import read_trace
 from topo_search.files.tree_file import read_tree
-from topo_search.heads.files import PACKAGED_HEADS
-from topo_search.heads.medusa import MedusaHeads
+from topo_search.heads import DraftHeads
+from topo_search.heads.checkpoints import PACKAGED_HEADS
 from topo_search.resources import packaged
 from topo_search.search.optimize import optimize
 from topo_search.target import Target, load_target
@@ -28,7 +28,7 @@ TREES = {
 
 
 @pytest.fixture(scope="module")
-def sample(demo: Target, demo_heads: MedusaHeads) -> RaceResult:
+def sample(demo: Target, demo_heads: DraftHeads) -> RaceResult:
     """Two evaluation prompts of different workloads, raced once against transformers on unpacked weights."""
     chosen = [prompt for prompt in packaged_prompts(workload=None, split="evaluation") if prompt.id.endswith("-003")][
         :2
@@ -58,7 +58,7 @@ def test_trees_really_accept(sample: RaceResult) -> None:
     assert found["medusa-63"] >= found["best chain"]
 
 
-def test_the_shipped_heads_are_small_and_good(demo: Target, demo_heads: MedusaHeads) -> None:
+def test_the_shipped_heads_are_small_and_good(demo: Target, demo_heads: DraftHeads) -> None:
     folder = packaged(PACKAGED_HEADS["demo-medusa"])
     assert sum(file.stat().st_size for file in folder.iterdir()) < 12_000_000
     trace = read_trace(packaged("calibration/demo/demo.trace.safetensors"))

@@ -27,13 +27,15 @@ class Answer:
         prompt_index: index of the prompt among those given.
         tokens: the answer y_0 .. y_{N-1}, end-of-text included where it ended so.
         end: `eos` or `cap`.
-        states: the hidden state that chose each token, `[N, hidden]`; row j is what draft heads read at step start j.
+        states: the hidden state that chose each token, `[N, hidden]`, that of the prompt's last token first.
+        prompt_states: those of the prompt's tokens before its last, where they were asked for.
     """
 
     prompt_index: int
     tokens: tuple[int, ...]
     end: str
     states: Float[Tensor, "tokens hidden"]
+    prompt_states: Float[Tensor, "prompt hidden"] | None = None
 
 
 def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
@@ -48,6 +50,7 @@ def answer_batch(
     *,
     max_new_tokens: int,
     choose: Choose | None = None,
+    keep_prompt_states: bool = False,
 ) -> list[Answer]:
     """Answers of one batch of prompts, in their order.
 
@@ -56,13 +59,17 @@ def answer_batch(
         prompts: token ids of each prompt, none empty.
         max_new_tokens: cap of each answer, at least 1.
         choose: next token ids from hidden states; the target's greedy choice by default.
+        keep_prompt_states: whether answers carry the states of their prompts too, for heads that read them.
     """
     choose = choose or target.choose
     batch = _Batch.start(target, prompts, max_new_tokens)
     answers: dict[int, Answer] = {}
     ends = torch.tensor(target.eos_token_ids, device=target.device)
     with torch.inference_mode():
-        hidden = batch.forward(batch.padded_ids)
+        prefilled = batch.forward(batch.padded_ids)
+        if keep_prompt_states:
+            batch.keep_prompt_states(prefilled, prompts)
+        hidden = prefilled[:, -1]
         for step in range(max_new_tokens):
             chosen = choose(hidden)
             batch.append(chosen, hidden)
@@ -75,7 +82,7 @@ def answer_batch(
             if len(answers) == len(prompts):
                 break
             batch.drop(ended)
-            hidden = batch.forward(chosen[~ended, None])
+            hidden = batch.forward(chosen[~ended, None])[:, -1]
     return [answers[index] for index in range(len(prompts))]
 
 
@@ -91,6 +98,7 @@ class _Batch:
     rows: list[int]
     written: list[list[int]]
     states: list[list[Tensor]]
+    prompt_states: list[Tensor]
 
     @classmethod
     def start(cls, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> _Batch:
@@ -109,10 +117,11 @@ class _Batch:
             rows=list(range(len(prompts))),
             written=[[] for _ in prompts],
             states=[[] for _ in prompts],
+            prompt_states=[],
         )
 
-    def forward(self, ids: Int[Tensor, "batch width"]) -> Float[Tensor, "batch hidden"]:
-        """Write the given tokens and return each row's last hidden state."""
+    def forward(self, ids: Int[Tensor, "batch width"]) -> Float[Tensor, "batch width hidden"]:
+        """Write the given tokens and return their hidden states."""
         width = ids.shape[1]
         offsets = torch.arange(width, device=ids.device) - width
         positions = (self.positions[:, None] + offsets).clamp(min=0)
@@ -121,7 +130,12 @@ class _Batch:
             ids, cache=self.cache, position_ids=positions, attention_mask=self.mask[:, :seen]
         )
         self.cache.commit(width)
-        return hidden[:, -1]
+        return hidden
+
+    def keep_prompt_states(self, hidden: Float[Tensor, "batch width hidden"], prompts: Sequence[Sequence[int]]) -> None:
+        """Remember the states of every prompt's tokens before its last, padding excluded."""
+        rows = zip(hidden.cpu(), prompts, strict=True)
+        self.prompt_states = [row[row.shape[0] - len(prompt) : -1].clone() for row, prompt in rows]
 
     def append(self, chosen: Int[Tensor, " batch"], hidden: Float[Tensor, "batch hidden"]) -> None:
         """Add one token and the state that chose it to every row's text."""
@@ -133,7 +147,13 @@ class _Batch:
     def answer(self, index: int, end: str) -> Answer:
         """The finished answer of prompt `index`."""
         states = torch.stack(self.states[index])
-        return Answer(prompt_index=index, tokens=tuple(self.written[index]), end=end, states=states)
+        return Answer(
+            prompt_index=index,
+            tokens=tuple(self.written[index]),
+            end=end,
+            states=states,
+            prompt_states=self.prompt_states[index] if self.prompt_states else None,
+        )
 
     def drop(self, ended: Tensor) -> None:
         """Forget the rows that have ended."""

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from topo_search.answers import Answer, answer_batch, batches_by_length
 from topo_search.errors import InputError, MismatchError
 from topo_search.files.prompts import Prompt
 from topo_search.files.trace_file import read_trace, write_trace
-from topo_search.heads.base import DraftHeads
+from topo_search.heads.base import DraftHeads, ids_of
 from topo_search.identity import GREEDY
 from topo_search.ranking import top_tokens
 from topo_search.target.adapter import Target
@@ -115,8 +115,14 @@ def calibrate(
         progress: called after every batch.
 
     Raises:
+        InputError: the heads' lists depend on more than committed tokens, root and path, so that no replay is exact.
         MismatchError: `out` holds a trace of another identity, or of other prompts under the same ids.
     """
+    if not heads.path_local:
+        raise InputError(
+            f"Heads {heads.identity.name} are not path-local: their lists depend on where earlier steps began, so a "
+            "trace cannot be replayed. Race them with topo-search bench instead."
+        )
     empty = empty_trace(target, heads, max_new_tokens=max_new_tokens, provenance=provenance or {})
     partial = out.with_name(out.name + ".part")
     trace = merge_traces([empty, *(_readable(path, empty) for path in (out, partial) if path.exists())])
@@ -126,7 +132,12 @@ def calibrate(
     done, constant = len(prompts) - len(missing), []
     for batch in batches_by_length([len(prompt.tokens) for prompt in missing], batch_size):
         chosen = [missing[index] for index in batch]
-        answers = answer_batch(target, [prompt.tokens for prompt in chosen], max_new_tokens=max_new_tokens)
+        answers = answer_batch(
+            target,
+            [prompt.tokens for prompt in chosen],
+            max_new_tokens=max_new_tokens,
+            keep_prompt_states=heads.reads_prefix,
+        )
         trace = merge_traces([trace, trace_of_answers(empty, heads, chosen, answers)])
         write_trace(partial, trace)
         done, constant = done + len(batch), constant_heads(heads, answers)
@@ -145,7 +156,7 @@ def empty_trace(
     return RankTrace(
         prompts=(),
         ranks=np.zeros((0, heads.identity.num_heads), dtype=np.int16),
-        resolved_ranks=min(RESOLVED_RANKS, target.known_ids),
+        resolved_ranks=min(RESOLVED_RANKS, target.known_ids if heads.token_map is None else len(heads.token_map)),
         target=target.identity,
         heads=heads.identity,
         rule=GREEDY,
@@ -159,7 +170,8 @@ def trace_of_answers(
 ) -> RankTrace:
     """The trace of given answers, in the identity of `identity`."""
     blocks = [
-        true_ranks(heads, answer.states, torch.tensor(answer.tokens), identity.resolved_ranks) for answer in answers
+        true_ranks(heads, answer_features(heads, answer), torch.tensor(answer.tokens), identity.resolved_ranks)
+        for answer in answers
     ]
     return replace(
         identity,
@@ -179,13 +191,13 @@ def trace_of_answers(
 
 
 def true_ranks(
-    heads: DraftHeads, states: Tensor, tokens: Int[Tensor, " answer"], resolved: int
+    heads: DraftHeads, features: Tensor, tokens: Int[Tensor, " answer"], resolved: int
 ) -> Int[Tensor, "rows depth"]:
     """Ranks of the true continuation at every row and depth of one answer, int16, with both sentinels.
 
     Args:
         heads: the draft heads.
-        states: `[answer, hidden]`, the state that chose each token.
+        features: `[answer, hidden]`, what the heads read where each token was chosen.
         tokens: y_0 .. y_{N-1}.
         resolved: ranks told apart; a token beyond them gets `resolved`, one past the end -1.
     """
@@ -196,11 +208,21 @@ def true_ranks(
     with torch.inference_mode():
         for start in range(0, rows, _ROWS_AT_ONCE):
             part = slice(start, min(start + _ROWS_AT_ONCE, rows))
-            lists = top_tokens(heads.path_scores(states[part], path[part, :-1]), resolved).cpu()
+            columns = top_tokens(heads.path_scores(features[part], path[part, :-1]), resolved)
+            lists = ids_of(heads, columns).cpu()
             hits = lists == path[part, 1:, None]
             found = torch.where(hits.any(dim=-1), hits.to(torch.uint8).argmax(dim=-1), resolved)
             ranks[part] = torch.where(observed[part], found, PAST_END).to(torch.int16)
     return ranks
+
+
+def answer_features(heads: DraftHeads, answer: Answer) -> Float[Tensor, "answer hidden"]:
+    """What the heads read where each of the answer's tokens was chosen."""
+    if not heads.reads_prefix:
+        return heads.features(answer.states)
+    assert answer.prompt_states is not None
+    with torch.inference_mode():
+        return heads.features(torch.cat([answer.prompt_states, answer.states]))[len(answer.prompt_states) :]
 
 
 def true_paths(tokens: Int[Tensor, " answer"], depth: int) -> Int[Tensor, "rows depth_plus_one"]:
@@ -218,7 +240,8 @@ def constant_heads(heads: DraftHeads, answers: Sequence[Answer]) -> list[int]:
             if not constant or len(answer.tokens) < 2:
                 continue
             path = true_paths(torch.tensor(answer.tokens), heads.identity.num_heads)[:_ROWS_AT_ONCE, :-1]
-            best = top_tokens(heads.path_scores(answer.states[: len(path)], path), 1)[..., 0].cpu()
+            features = answer_features(heads, answer)[: len(path)]
+            best = top_tokens(heads.path_scores(features, path), 1)[..., 0].cpu()
             first = best[0] if first is None else first
             constant -= {depth for depth in constant if bool((best[:, depth - 1] != first[depth - 1]).any())}
     return sorted(constant) if first is not None else []

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from topo_search.answers import Answer
-from topo_search.calibrate import true_paths
-from topo_search.heads.base import DraftHeads
+from topo_search.calibrate import answer_features, true_paths
+from topo_search.heads.base import DraftHeads, column_of
 from topo_search.target.adapter import Target
 
 NEAR_TIE = 2e-4
@@ -72,8 +72,11 @@ def teacher_forced(target: Target, prompt: Sequence[int], tokens: Sequence[int],
     """A known answer with the states that choose its tokens, from one forward pass over prompt and answer."""
     ids = torch.tensor([[*prompt, *tokens[:-1]]], device=target.device)
     with torch.inference_mode():
-        states = target.hidden_states(ids)[0, len(prompt) - 1 :]
-    return Answer(prompt_index=index, tokens=tuple(tokens), end=end, states=states)
+        states = target.hidden_states(ids)[0]
+    start = len(prompt) - 1
+    return Answer(
+        prompt_index=index, tokens=tuple(tokens), end=end, states=states[start:], prompt_states=states[:start]
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,10 @@ def _rank_gap(heads: DraftHeads, answer: Answer, row: int, depth: int) -> float:
     """How near the true token's score at (row, depth) is to the scores ranked just above and below it."""
     path = true_paths(torch.tensor(answer.tokens), heads.identity.num_heads)[row]
     with torch.inference_mode():
-        scores = heads.path_scores(answer.states[row : row + 1], path[None, :-1])[0, depth]
-    true = scores[path[depth + 1]]
-    others = torch.cat([scores[: path[depth + 1]], scores[path[depth + 1] + 1 :]])
-    return float((others - true).abs().min())
+        features = answer_features(heads, answer)[row : row + 1]
+        scores = heads.path_scores(features, path[None, :-1])[0, depth]
+    column = column_of(heads, int(path[depth + 1]))
+    if column is None:
+        return float("inf")
+    others = torch.cat([scores[:column], scores[column + 1 :]])
+    return float((others - scores[column]).abs().min())

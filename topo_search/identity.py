@@ -1,7 +1,7 @@
 """Who made a figure: target, draft heads and decoding rule, as every artefact records them.
 
 An artefact is used with another only when these agree. No torch here: the fingerprints are computed where the
-weights are loaded (`target.fingerprint`, `heads.files`).
+weights are loaded (`target.fingerprint`, `heads.checkpoints`).
 """
 
 from __future__ import annotations

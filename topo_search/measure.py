@@ -27,7 +27,7 @@ from topo_search.device import device_record
 from topo_search.errors import InputError
 from topo_search.estimates import independent
 from topo_search.files.atomic import write_text
-from topo_search.heads.base import DraftHeads
+from topo_search.heads.base import DraftContext, DraftHeads
 from topo_search.search.frontier import frontier
 from topo_search.target.adapter import Target
 from topo_search.tree import Tree
@@ -158,6 +158,7 @@ class _Bench:
     heads: DraftHeads
     grid: MeasureGrid
     cache: SlotCache
+    context: DraftContext
     states: torch.Tensor
     text: torch.Tensor
     steps: dict[int, TreeStep]
@@ -172,12 +173,15 @@ class _Bench:
         cache = target.new_cache(longest + max(grid.widths))
         with torch.inference_mode():
             states = target.hidden_states(filled[None, :-1], cache=cache)[0]
+            context = heads.new_context(longest + heads.identity.num_heads)
+            context.extend(states[None])
         depth = heads.identity.num_heads
         return cls(
             target=target,
             heads=heads,
             grid=grid,
             cache=cache,
+            context=context,
             states=states,
             text=filled,
             steps={width: _step(target, heads, timed_tree(width - 1, depth), longest) for width in grid.widths},
@@ -207,7 +211,13 @@ class _Bench:
 
     def _state(self, context: int) -> DecodeState:
         self.cache.length = context
-        return DecodeState(root=self.text[context : context + 1], hidden=self.states[context - 1], cache=self.cache)
+        self.context.rewind(context - 1)
+        return DecodeState(
+            root=self.text[context : context + 1],
+            fresh=self.states[context - 1 : context],
+            cache=self.cache,
+            context=self.context,
+        )
 
     def _time_verify(self, step: TreeStep, context: int) -> float:
         state = self._state(context)

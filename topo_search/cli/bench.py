@@ -14,7 +14,7 @@ from topo_search.cli import options
 if TYPE_CHECKING:
     from topo_search.bench import Contender, RaceResult
     from topo_search.cost import LatencyTable
-    from topo_search.heads.medusa import MedusaHeads
+    from topo_search.heads.base import DraftHeads
     from topo_search.target import Target
     from topo_search.trace import RankTrace
 
@@ -84,7 +84,7 @@ def bench(
         raise CheckError("The race broke a promise:\n  " + "\n  ".join(result.failures))
 
 
-def _contenders(tree: Path, chain: Path, model: Target, heads: MedusaHeads, *, allow_mismatch: bool) -> list[Contender]:
+def _contenders(tree: Path, chain: Path, model: Target, heads: DraftHeads, *, allow_mismatch: bool) -> list[Contender]:
     """`generate`, plain decoding, the chain, Medusa's tree (as deep as there are heads) and the tree."""
     from topo_search.bench import GENERATE, PLAIN, Contender
     from topo_search.cli.decoding import fitting_tree
@@ -104,7 +104,7 @@ def _contenders(tree: Path, chain: Path, model: Target, heads: MedusaHeads, *, a
 
 
 def _figures(
-    trace: Path | None, latency: Path | None, model: Target, heads: MedusaHeads, *, allow_mismatch: bool
+    trace: Path | None, latency: Path | None, model: Target, heads: DraftHeads, *, allow_mismatch: bool
 ) -> tuple[RankTrace | None, LatencyTable | None]:
     """Trace and table for forecast and predicted rate; one that nobody named is left out where it does not fit.
 
@@ -141,7 +141,7 @@ def _figures(
 
 
 def _require_same_models(
-    found: RankTrace | LatencyTable | None, model: Target, heads: MedusaHeads, *, allow_mismatch: bool
+    found: RankTrace | LatencyTable | None, model: Target, heads: DraftHeads, *, allow_mismatch: bool
 ) -> None:
     from topo_search.cli.inputs import require_fit
 

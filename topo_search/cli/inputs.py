@@ -17,7 +17,7 @@ from topo_search.report.console import note
 from topo_search.resources import packaged
 
 if TYPE_CHECKING:
-    from topo_search.heads.medusa import MedusaHeads
+    from topo_search.heads.base import DraftHeads
     from topo_search.target import Target
 
 _SHIPPED = {
@@ -41,7 +41,7 @@ def load_model(
     return load_target(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, pack=pack)
 
 
-def load_draft_heads(heads: str, target: Target) -> MedusaHeads:
+def load_draft_heads(heads: str, target: Target) -> DraftHeads:
     """The draft heads."""
     from topo_search.heads import load_heads
 

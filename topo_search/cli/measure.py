@@ -10,7 +10,7 @@ import typer
 from topo_search.cli import options
 
 if TYPE_CHECKING:
-    from topo_search.heads.medusa import MedusaHeads
+    from topo_search.heads.base import DraftHeads
     from topo_search.measure import MeasureGrid
     from topo_search.target import Target
 
@@ -44,7 +44,7 @@ def measure(
     run_measure(model, load_draft_heads(heads, model), grid, out=out, target=target, heads=heads)
 
 
-def quick_measure(model: Target, draft_heads: MedusaHeads, *, out: Path, target: str, heads: str, seed: int) -> None:
+def quick_measure(model: Target, draft_heads: DraftHeads, *, out: Path, target: str, heads: str, seed: int) -> None:
     """The quick grid, as `calibrate` ends with it."""
     from topo_search.measure import MeasureGrid
 
@@ -52,7 +52,7 @@ def quick_measure(model: Target, draft_heads: MedusaHeads, *, out: Path, target:
 
 
 def run_measure(
-    model: Target, draft_heads: MedusaHeads, grid: MeasureGrid, *, out: Path | None, target: str, heads: str
+    model: Target, draft_heads: DraftHeads, grid: MeasureGrid, *, out: Path | None, target: str, heads: str
 ) -> None:
     """Measure `grid`, write the table and show it."""
     from topo_search.cli.inputs import artefact_stem, output_file

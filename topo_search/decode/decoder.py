@@ -16,7 +16,7 @@ from topo_search.decode.plan import plan_tree
 from topo_search.decode.probe import probe
 from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.errors import InputError
-from topo_search.heads.base import DraftHeads
+from topo_search.heads.base import DraftContext, DraftHeads
 from topo_search.stats import DecodeStats
 from topo_search.target.adapter import Target
 from topo_search.tree import Tree
@@ -77,6 +77,7 @@ class TreeDecoder:
         self.target, self.heads, self.tree = target, heads, tree
         self._capacity = 0
         self._cache: SlotCache | None = None
+        self._context: DraftContext | None = None
         self._steps: list[TreeStep] = []
         self._reserve(min(capacity, target.position_limit or capacity))
 
@@ -134,7 +135,7 @@ class TreeDecoder:
     def buffers(self) -> list[torch.Tensor]:
         """Every buffer that lives across steps: cache, masks, indices and step inputs."""
         assert self._cache is not None
-        found = [self._cache.storage]
+        found = [self._cache.storage, *(self._context.buffers() if self._context else ())]
         for step in self._steps:
             plan = step.plan
             optional = [] if plan.window_mask is None else [plan.window_mask]
@@ -145,9 +146,14 @@ class TreeDecoder:
         assert self._cache is not None
         self._cache.clear()
         ids = torch.tensor([list(prompt)], device=self.target.device)
-        hidden = self.target.hidden_states(ids, cache=self._cache)[0, -1]
+        hidden = self.target.hidden_states(ids, cache=self._cache)[0]
         self._cache.commit(len(prompt))
-        return DecodeState(root=self.target.choose(hidden[None]), hidden=hidden, cache=self._cache)
+        if self._context is not None:
+            self._context.rewind(0)
+            if len(prompt) > 1:
+                self._context.extend(hidden[None, :-1])
+        root = self.target.choose(hidden[-1:])
+        return DecodeState(root=root, fresh=hidden[-1:], cache=self._cache, context=self._context)
 
     def _reserve(self, tokens: int) -> None:
         """Cache and plans for answers that reach `tokens` tokens; kept while they suffice."""
@@ -155,6 +161,8 @@ class TreeDecoder:
             return
         self._capacity = tokens
         self._cache = self.target.new_cache(tokens + self.tree.verify_width)
+        if self.heads is not None and self.tree.paths:
+            self._context = self.heads.new_context(tokens + self.tree.depth)
         # One plan per depth, so that near the position limit the tree loses the nodes that have no position.
         depths = range(self.tree.depth + 1) if self.target.position_limit else [self.tree.depth]
         self._steps = [self._new_step(self.tree.pruned(depth)) for depth in depths]

@@ -17,6 +17,25 @@ from topo_search.tree import Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TreeLevel:
+    """The expanded nodes of one depth, for heads whose lists depend on the path.
+
+    Attributes:
+        paths: `[expanded, depth + 1]`, slots from the root to each expanded node.
+        children: `[children]`, slots of all their children.
+        parent_rows: `[children]`, each child's parent as a row of `paths`.
+        child_ranks: `[children]`, each child's rank in its parent's list.
+        ranks: candidates that must be ranked: the largest of them plus one.
+    """
+
+    paths: Int[Tensor, "expanded depth_plus_one"]
+    children: Int[Tensor, " children"]
+    parent_rows: Int[Tensor, " children"]
+    child_ranks: Int[Tensor, " children"]
+    ranks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TreePlan:
     """Tensors of one tree on one device, for caches of up to `capacity` committed tokens.
 
@@ -28,6 +47,7 @@ class TreePlan:
         parents: `[nodes]`, parent slot of each node.
         offsets: `[1, width]`, depth of each slot: its position relative to the root's.
         visible: `[width, width]`, True where a slot sees another.
+        levels: the expanded nodes of each depth from the root's, 0, on.
         capacity: most committed tokens.
         full_mask: `[width, capacity + width]`, additive mask of full-attention layers.
         window_mask: the same for layers with a sliding window, or None.
@@ -40,6 +60,7 @@ class TreePlan:
     parents: Int[Tensor, " nodes"]
     offsets: Int[Tensor, "1 width"]
     visible: Bool[Tensor, "width width"]
+    levels: tuple[TreeLevel, ...]
     capacity: int
     full_mask: Float[Tensor, "width slots"]
     window_mask: Float[Tensor, "width slots"] | None
@@ -74,9 +95,23 @@ def plan_tree(tree: Tree, *, capacity: int, window: int | None, dtype: torch.dty
         parents=torch.from_numpy(tree.parents[1:]).to(device),
         offsets=depths[None, :],
         visible=visible,
+        levels=tuple(_level(tree, depth, device) for depth in range(tree.depth)),
         capacity=capacity,
         full_mask=_additive(full, dtype),
         window_mask=windowed,
+    )
+
+
+def _level(tree: Tree, depth: int, device: torch.device) -> TreeLevel:
+    children = [path for path in tree.paths if len(path) == depth + 1]
+    expanded = sorted({path[:-1] for path in children})
+    slots = tree.slots
+    return TreeLevel(
+        paths=torch.tensor([[slots[path[:n]] for n in range(depth + 1)] for path in expanded], device=device),
+        children=torch.tensor([slots[path] for path in children], device=device),
+        parent_rows=torch.tensor([expanded.index(path[:-1]) for path in children], device=device),
+        child_ranks=torch.tensor([path[-1] for path in children], device=device),
+        ranks=1 + max(path[-1] for path in children),
     )
 
 

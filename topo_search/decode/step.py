@@ -13,7 +13,7 @@ from torch import Tensor
 
 from topo_search.decode.cache import SlotCache
 from topo_search.decode.plan import TreePlan
-from topo_search.heads.base import DraftHeads
+from topo_search.heads.base import DraftContext, DraftHeads
 from topo_search.target.adapter import Target
 
 
@@ -23,13 +23,15 @@ class DecodeState:
 
     Attributes:
         root: `[1]`, the token chosen last.
-        hidden: `[hidden]`, the state of the last committed token, which chose the root.
+        fresh: `[count, hidden]`, states of the tokens committed since heads last drafted; the last one chose the root.
         cache: the committed text's keys and values.
+        context: what the heads keep of the committed text before `fresh`, or None where no head drafts.
     """
 
     root: Int[Tensor, " one"]
-    hidden: Float[Tensor, " hidden"]
+    fresh: Float[Tensor, "count hidden"]
     cache: SlotCache
+    context: DraftContext | None = None
 
 
 class TreeStep:
@@ -44,8 +46,9 @@ class TreeStep:
         """Fill the step's input: the root and the drafted tokens. Plain decoding runs no head."""
         self.input_ids[0, :1] = state.root
         if self.plan.tree.paths:
-            assert self.heads is not None
-            self.input_ids[0, 1:] = self.heads.propose(state.hidden, state.root[0], self.plan)
+            assert self.heads is not None and state.context is not None
+            features = state.context.extend(state.fresh[None])
+            self.input_ids[:, 1:] = self.heads.propose(features, state.root, self.plan)
 
     def verify(self, state: DecodeState) -> Int[Tensor, " emitted"]:
         """Run the target over the tree, keep the longest accepted path and move `state` behind it.
@@ -59,7 +62,7 @@ class TreeStep:
         last = slots[-1]
         emitted = torch.cat([self.input_ids[0, slots[1:]], choices[last, None]])
         state.cache.keep(slots)
-        state.root, state.hidden = choices[last, None], hidden[last]
+        state.root, state.fresh = choices[last, None], hidden[slots]
         return emitted
 
     def tree_states(self, cache: SlotCache) -> Float[Tensor, "width hidden"]:

@@ -10,10 +10,11 @@ import json
 import math
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from topo_search.errors import InputError
@@ -32,6 +33,7 @@ class Document(BaseModel):
 
 
 DocumentT = TypeVar("DocumentT", bound=Document)
+T = TypeVar("T")
 
 
 def read_document(path: Path, schema: type[DocumentT], *, kind: str, max_bytes: int) -> tuple[Any, DocumentT]:
@@ -124,6 +126,22 @@ def validated(where: object, text: str, schema: type[DocumentT], *, hint: str) -
         details = error.errors(include_url=False)
         more = f" ({len(details) - 1} more)" if len(details) > 1 else ""
         raise InputError(f"{where}: {_explained(details[0])}{more}; {hint}.") from None
+
+
+def as_dataclass(where: object, value: Any, kind: type[T]) -> T:
+    """A JSON object as the dataclass whose fields it gives, all of them and no other.
+
+    Raises:
+        InputError: names the first place that breaks a rule; the message starts with `where`.
+    """
+    try:
+        found = TypeAdapter(kind).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise InputError(f"{where}: {_explained(error.errors(include_url=False)[0])}.") from None
+    expected = asdict(found)  # type: ignore[call-overload]
+    if differing := sorted(key for key in value.keys() | expected.keys() if value.get(key) != expected.get(key)):
+        raise InputError(f"{where}: {', '.join(differing)} must be given, with known keys only.")
+    return found
 
 
 def json_text(value: Any) -> str:

@@ -1,13 +1,16 @@
-"""The protocol of draft heads: propose a tree's tokens, score along the true path, identify themselves.
+"""The protocol of draft heads: what calibration, measuring, search and the decoder need of them, and no more.
 
-Every list must be a function of the committed tokens, the root and the node's own path (path-local);
-replay is exact for such heads only.
+Every list must be a function of the committed tokens, the root and the node's own path (path-local); replay is exact
+for such heads only, and calibration refuses others. A family is one file beside this one and one line in
+`heads.families`.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -15,24 +18,109 @@ from topo_search.decode.plan import TreePlan
 from topo_search.identity import HeadsIdentity
 
 
+class DraftCost(StrEnum):
+    """What drafting a tree costs besides its depth."""
+
+    PER_STEP = "per step"
+    """All depths in one call: the tree's shape below the root is free."""
+    PER_DEPTH = "per depth"
+    """One call per depth over that depth's expanded nodes."""
+
+
+@runtime_checkable
+class DraftContext(Protocol):
+    """What heads keep of the committed text while decoding."""
+
+    def extend(self, states: Float[Tensor, "batch count hidden"]) -> Float[Tensor, "batch hidden"]:
+        """Take in the hidden states of newly committed tokens, in order, and return what the heads read there."""
+        ...
+
+    def rewind(self, length: int) -> None:
+        """Forget all but the first `length` committed tokens."""
+        ...
+
+    def buffers(self) -> list[Tensor]:
+        """What lives across steps."""
+        ...
+
+
 @runtime_checkable
 class DraftHeads(Protocol):
-    """What the rest of the package needs of draft heads, and no more."""
+    """Draft heads bound to their target."""
 
     @property
     def identity(self) -> HeadsIdentity:
         """Name, kind, fingerprint and number of heads."""
         ...
 
-    def propose(self, state: Float[Tensor, " hidden"], root: Int[Tensor, ""], plan: TreePlan) -> Int[Tensor, " nodes"]:
-        """Draft tokens of the plan's nodes, from the hidden state of the last committed token and the root."""
+    @property
+    def cost(self) -> DraftCost:
+        """How drafting is paid for."""
+        ...
+
+    @property
+    def path_local(self) -> bool:
+        """Whether every list depends on committed tokens, root and path only."""
+        ...
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether `features` needs the states of every committed position, the prompt's first among them."""
+        ...
+
+    @property
+    def token_map(self) -> Int[Tensor, " columns"] | None:
+        """Target id of each score column, ascending, where heads draft from a shortlist; None: the id itself."""
+        ...
+
+    def features(self, states: Float[Tensor, "positions hidden"]) -> Float[Tensor, "positions hidden"]:
+        """What the heads read at each of the given consecutive committed positions (from the first, if they must)."""
+        ...
+
+    def new_context(self, capacity: int, *, batch: int = 1) -> DraftContext:
+        """What `features` is, step by step, for up to `capacity` committed tokens."""
+        ...
+
+    def propose(
+        self, features: Float[Tensor, "batch hidden"], roots: Int[Tensor, " batch"], plan: TreePlan
+    ) -> Int[Tensor, "batch nodes"]:
+        """Draft tokens of the plan's nodes, from what the heads read at the last committed token and the root."""
         ...
 
     def path_scores(
-        self, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows depth"]
-    ) -> Float[Tensor, "rows depth vocab"]:
-        """Vocabulary scores of every depth at every row, each under the true path, in fp32 or better.
+        self, features: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows depth"]
+    ) -> Float[Tensor, "rows depth columns"]:
+        """Scores of every depth at every row, each under the true path, in fp32 or better.
 
         `tokens[row, k]` is the root for k = 0 and the true token of depth k after it. Both may lie on any device.
         """
         ...
+
+
+class LastState:
+    """The context of heads that read the last committed token's hidden state and nothing else."""
+
+    def extend(self, states: Float[Tensor, "batch count hidden"]) -> Float[Tensor, "batch hidden"]:
+        """See `DraftContext`."""
+        return states[:, -1]
+
+    def rewind(self, length: int) -> None:
+        """Nothing is kept."""
+
+    def buffers(self) -> list[Tensor]:
+        """Nothing is kept."""
+        return []
+
+
+def ids_of(heads: DraftHeads, columns: Int[Tensor, "*rows"]) -> Int[Tensor, "*rows"]:
+    """Target ids of score columns."""
+    token_map = heads.token_map
+    return columns if token_map is None else token_map[columns]
+
+
+def column_of(heads: DraftHeads, token: int) -> int | None:
+    """The score column of a target id, or None where the heads never draft it."""
+    if heads.token_map is None:
+        return token
+    found = torch.nonzero(heads.token_map == token)
+    return int(found[0, 0]) if len(found) else None

@@ -7,15 +7,27 @@ one state: a list per depth, blind to the path.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
 from topo_search.decode.plan import TreePlan
+from topo_search.heads.base import DraftCost, LastState
+from topo_search.heads.projection import Projection
 from topo_search.identity import HeadsIdentity
-from topo_search.ranking import top_tokens
 from topo_search.target.adapter import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MedusaShape:
+    """What decides the tensors of Medusa's blocks: width of the states, draft heads, residual blocks per head."""
+
+    hidden: int
+    num_heads: int
+    num_layers: int
 
 
 class MedusaBlocks(nn.Module):
@@ -29,6 +41,11 @@ class MedusaBlocks(nn.Module):
         self.projection: Float[Tensor, "heads vocab hidden"] | None = copies
 
     @property
+    def shape(self) -> MedusaShape:
+        """Their shape."""
+        return MedusaShape(hidden=self.weight.shape[-1], num_heads=self.num_heads, num_layers=self.num_layers)
+
+    @property
     def num_heads(self) -> int:
         """Draft heads, one per depth."""
         return self.weight.shape[0]
@@ -37,6 +54,25 @@ class MedusaBlocks(nn.Module):
     def num_layers(self) -> int:
         """Residual blocks per head."""
         return self.weight.shape[1]
+
+    @property
+    def reads_prefix(self) -> bool:
+        """Whether `read_prefix` mixes positions."""
+        return False
+
+    def read_prefix(
+        self, states: Float[Tensor, "batch positions hidden"], mask: Tensor | None = None
+    ) -> Float[Tensor, "batch positions hidden"]:
+        """What the heads read at each position of whole texts: the states themselves."""
+        del mask
+        return states
+
+    def true_path(
+        self, features: Float[Tensor, "rows hidden"], path: Float[Tensor, "rows depth hidden"], heads: int
+    ) -> Float[Tensor, "heads rows hidden"]:
+        """What the first `heads` heads hand to their projection under the true path, which Medusa does not read."""
+        del path
+        return self(features, heads)
 
     def forward(self, states: Float[Tensor, "rows hidden"], heads: int) -> Float[Tensor, "heads rows hidden"]:
         """What the first `heads` heads hand to their projection."""
@@ -50,36 +86,71 @@ class MedusaBlocks(nn.Module):
 
 
 class MedusaHeads:
-    """Medusa heads bound to their target; satisfies `DraftHeads`."""
+    """Medusa heads bound to their target; satisfies `DraftHeads`.
 
-    def __init__(self, blocks: MedusaBlocks, target: Target, identity: HeadsIdentity) -> None:
-        self.blocks = blocks.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    Args:
+        blocks: the trained part, taken over: moved to the target's device and frozen.
+        target: whose states they read.
+        identity: who they are.
+        token_map: `[columns]` target ids of a shortlist, ascending.
+        dtype: precision of the heads, the target's own by default.
+    """
+
+    cost = DraftCost.PER_STEP
+    path_local = True
+    reads_prefix = False
+
+    def __init__(
+        self,
+        blocks: MedusaBlocks,
+        target: Target,
+        identity: HeadsIdentity,
+        *,
+        token_map: Int[Tensor, " columns"] | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.dtype = dtype or target.dtype
+        self.blocks = blocks.to(device=target.device, dtype=self.dtype).eval().requires_grad_(False)
+        self.projection = Projection(target, weight=blocks.projection, token_map=token_map)
         self.target = target
         self.identity = identity
 
-    def scores(self, states: Float[Tensor, "rows hidden"], heads: int) -> Float[Tensor, "heads rows vocab"]:
-        """Vocabulary scores of the first `heads` heads, in fp32 or better."""
-        features = self.blocks(states, heads)
-        if self.blocks.projection is None:
-            return self.target.scores(features)
-        scores = torch.bmm(features, self.blocks.projection[:heads].transpose(1, 2))
-        scores = scores if scores.dtype == torch.float64 else scores.float()
-        scores[..., self.target.known_ids :] = float("-inf")
-        return scores
+    @property
+    def token_map(self) -> Int[Tensor, " columns"] | None:
+        """See `DraftHeads`."""
+        return self.projection.token_map
 
-    def propose(self, state: Float[Tensor, " hidden"], root: Int[Tensor, ""], plan: TreePlan) -> Int[Tensor, " nodes"]:
+    def features(self, states: Float[Tensor, "positions hidden"]) -> Float[Tensor, "positions hidden"]:
+        """See `DraftHeads`: the states themselves."""
+        return states
+
+    def new_context(self, capacity: int, *, batch: int = 1) -> LastState:
+        """See `DraftHeads`: Medusa keeps nothing."""
+        del capacity, batch
+        return LastState()
+
+    def scores(self, features: Float[Tensor, "rows hidden"], heads: int) -> Float[Tensor, "heads rows columns"]:
+        """Scores of the first `heads` heads, in fp32 or better."""
+        return self.projection.scores(self._handed(features, heads))
+
+    def propose(
+        self, features: Float[Tensor, "batch hidden"], roots: Int[Tensor, " batch"], plan: TreePlan
+    ) -> Int[Tensor, "batch nodes"]:
         """See `DraftHeads`; the root is not read, Medusa's lists are blind to the path."""
-        del root
-        lists = top_tokens(self.scores(state[None], plan.tree.depth)[:, 0], plan.ranks)
-        return lists[plan.depth_index, plan.rank_index]
+        del roots
+        lists = self.projection.top(self._handed(features, plan.tree.depth), plan.ranks)
+        return lists[plan.depth_index, :, plan.rank_index].transpose(0, 1)
 
     def path_scores(
-        self, states: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows depth"]
-    ) -> Float[Tensor, "rows depth vocab"]:
+        self, features: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows depth"]
+    ) -> Float[Tensor, "rows depth columns"]:
         """See `DraftHeads`; the tokens are not read."""
         del tokens
-        states = states.to(device=self.target.device, dtype=self.target.dtype)
-        return self.scores(states, self.blocks.num_heads).transpose(0, 1)
+        return self.scores(features, self.blocks.num_heads).transpose(0, 1)
+
+    def _handed(self, features: Float[Tensor, "rows hidden"], heads: int) -> Float[Tensor, "heads rows hidden"]:
+        handed: Tensor = self.blocks(features.to(device=self.target.device, dtype=self.dtype), heads)
+        return handed
 
 
 def untrained_blocks(target: Target, *, num_heads: int, num_layers: int, share_projection: bool) -> MedusaBlocks:

@@ -137,6 +137,17 @@ class Target:
             scores[..., self.known_ids :] = float("-inf")
         return scores
 
+    def embed(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows embedding"]:
+        """The target's own input embeddings: a look-up in its frozen table, scaled as it scales them."""
+        embedded: Tensor = self.input_embeddings(ids)
+        return embedded
+
+    @property
+    def input_embeddings(self) -> nn.Module:
+        """The frozen table behind `embed`."""
+        table: nn.Module = self.model.get_input_embeddings()  # type: ignore[operator]
+        return table
+
     def choose(self, hidden: Float[Tensor, "*rows hidden"]) -> Int[Tensor, "*rows"]:
         """The greedy next token of each hidden state, ties by lower id."""
         return best_token(self.scores(hidden))
