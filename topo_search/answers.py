@@ -14,6 +14,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from topo_search.decode.cache import SlotCache
+from topo_search.decode.sampling import choose as choose_tokens
+from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.target.adapter import Target
 
 Choose = Callable[[Float[Tensor, "batch hidden"]], Int[Tensor, " batch"]]
@@ -49,6 +51,8 @@ def answer_batch(
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int,
+    rule: RuleIdentity = GREEDY,
+    requests: Sequence[int] | None = None,
     choose: Choose | None = None,
     keep_prompt_states: bool = False,
 ) -> list[Answer]:
@@ -58,11 +62,15 @@ def answer_batch(
         target: the model.
         prompts: token ids of each prompt, none empty.
         max_new_tokens: cap of each answer, at least 1.
-        choose: next token ids from hidden states; the target's greedy choice by default.
+        rule: greedy, or sampling; the answers are those of plain decoding under the same rule and request.
+        requests: number of each prompt's sequence; its index by default.
+        choose: next token ids from hidden states, in the place of the rule.
         keep_prompt_states: whether answers carry the states of their prompts too, for heads that read them.
+
+    Raises:
+        CheckError: the target's logits are not finite.
     """
-    choose = choose or target.choose
-    batch = _Batch.start(target, prompts, max_new_tokens)
+    batch = _Batch.start(target, prompts, max_new_tokens, requests=requests)
     answers: dict[int, Answer] = {}
     ends = torch.tensor(target.eos_token_ids, device=target.device)
     with torch.inference_mode():
@@ -71,7 +79,7 @@ def answer_batch(
             batch.keep_prompt_states(prefilled, prompts)
         hidden = prefilled[:, -1]
         for step in range(max_new_tokens):
-            chosen = choose(hidden)
+            chosen = choose(hidden) if choose else batch.choose(hidden, rule)
             batch.append(chosen, hidden)
             is_last = step + 1 == max_new_tokens
             ended = torch.isin(chosen, ends)
@@ -95,13 +103,21 @@ class _Batch:
     padded_ids: Int[Tensor, "batch width"]
     mask: Int[Tensor, "batch capacity"]
     positions: Int[Tensor, " batch"]
+    requests: Int[Tensor, " batch"]
     rows: list[int]
     written: list[list[int]]
     states: list[list[Tensor]]
     prompt_states: list[Tensor]
 
     @classmethod
-    def start(cls, target: Target, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> _Batch:
+    def start(
+        cls,
+        target: Target,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        requests: Sequence[int] | None,
+    ) -> _Batch:
         width = max(len(prompt) for prompt in prompts)
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
         mask = torch.ones(len(prompts), width + max_new_tokens, dtype=torch.long)
@@ -114,6 +130,7 @@ class _Batch:
             padded_ids=ids.to(target.device),
             mask=mask.to(target.device),
             positions=torch.tensor([len(prompt) for prompt in prompts], device=target.device),
+            requests=torch.tensor(requests or range(len(prompts)), device=target.device),
             rows=list(range(len(prompts))),
             written=[[] for _ in prompts],
             states=[[] for _ in prompts],
@@ -131,6 +148,11 @@ class _Batch:
         )
         self.cache.commit(width)
         return hidden
+
+    def choose(self, hidden: Float[Tensor, "batch hidden"], rule: RuleIdentity) -> Int[Tensor, " batch"]:
+        """The rule's next token of every row."""
+        scores = self.target.scores(hidden)
+        return choose_tokens(scores, rule, positions=self.positions, requests=self.requests)
 
     def keep_prompt_states(self, hidden: Float[Tensor, "batch width hidden"], prompts: Sequence[Sequence[int]]) -> None:
         """Remember the states of every prompt's tokens before its last, padding excluded."""
@@ -161,5 +183,5 @@ class _Batch:
             return
         kept = torch.nonzero(~ended).flatten()
         self.cache = self.cache.select_rows(kept)
-        self.mask, self.positions = self.mask[kept], self.positions[kept]
+        self.mask, self.positions, self.requests = self.mask[kept], self.positions[kept], self.requests[kept]
         self.rows = [self.rows[row] for row in kept.tolist()]

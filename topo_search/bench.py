@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from topo_search.compare import Divergence, StepMismatch, divergence, step_misma
 from topo_search.cost import LatencyTable
 from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.heads.base import DraftHeads
+from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.reference import generate_plain
 from topo_search.replay import Replay, replay
 from topo_search.stats import DecodeStats
@@ -102,7 +104,7 @@ class RaceResult:
             found += [
                 f"{standing.name}: text of {d.prompt} differs at token {d.position} (two best logits {d.gap:.2g} apart)"
                 for d in standing.divergences
-                if not d.near_tie
+                if not d.explained
             ]
             found += [
                 f"{standing.name}: {m.prompt} accepted {m.decoded} tokens at row {m.row}, replay said {m.replayed}"
@@ -122,6 +124,7 @@ class Course:
         prompts: at least one.
         max_new_tokens: cap of every answer.
         repeats: passes over all prompts.
+        rule: greedy, or sampling; every prompt keeps its own noise in every contender and repeat.
         latency, calibration: for predicted rates and the forecast; null where there are none.
     """
 
@@ -131,6 +134,7 @@ class Course:
     prompts: Sequence[EncodedPrompt]
     max_new_tokens: int
     repeats: int
+    rule: RuleIdentity = GREEDY
     latency: LatencyTable | None = None
     calibration: RankTrace | None = None
 
@@ -150,7 +154,7 @@ def race(course: Course, contenders: Sequence[Contender], *, progress: Progress 
         teacher_forced(course.target, p.tokens, run.tokens, index=i, end="eos" if run.end == "eos" else "cap")
         for i, (p, run) in enumerate(zip(course.prompts, runs[PLAIN][0], strict=True))
     ]
-    identity = empty_trace(course.target, course.heads, max_new_tokens=course.max_new_tokens)
+    identity = empty_trace(course.target, course.heads, max_new_tokens=course.max_new_tokens, rule=course.rule)
     trace = trace_of_answers(identity, course.heads, course.prompts, answers)
     return RaceResult(
         standings=tuple(_standing(course, contender, runs, trace, answers) for contender in contenders),
@@ -165,9 +169,10 @@ def _run_all(course: Course, contenders: Sequence[Contender], progress: Progress
     decoders = _decoders(course, contenders)
 
     def answer(name: str, prompt: EncodedPrompt, cap: int) -> Decoded:
+        drawn: dict[str, Any] = {"rule": course.rule, "request": prompt.request}
         if name in decoders:
-            return decoders[name].generate(prompt.tokens, max_new_tokens=cap)
-        return generate_plain(course.reference, prompt.tokens, max_new_tokens=cap)
+            return decoders[name].generate(prompt.tokens, max_new_tokens=cap, **drawn)
+        return generate_plain(course.reference, prompt.tokens, max_new_tokens=cap, **drawn)
 
     names = [contender.name for contender in contenders]
     for name in names:
@@ -224,7 +229,10 @@ def _standing(
 
 def _divergences(course: Course, expected: Sequence[Decoded], found: Sequence[Decoded]) -> list[Divergence]:
     triples = zip(course.prompts, expected, found, strict=True)
-    parted = (divergence(course.target, p.id, p.tokens, e.tokens, f.tokens) for p, e, f in triples)
+    parted = (
+        divergence(course.target, p.id, p.tokens, e.tokens, f.tokens, rule=course.rule, request=p.request)
+        for p, e, f in triples
+    )
     return [point for point in parted if point]
 
 

@@ -19,11 +19,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from topo_search.answers import Answer, answer_batch, batches_by_length
+from topo_search.decode.sampling import candidate_noise
 from topo_search.errors import InputError, MismatchError
 from topo_search.files.prompts import Prompt
 from topo_search.files.trace_file import read_trace, write_trace
 from topo_search.heads.base import DraftHeads, ids_of
-from topo_search.identity import GREEDY
+from topo_search.heads.projection import with_noise
+from topo_search.identity import GREEDY, MAX_SEED, RuleIdentity
 from topo_search.ranking import top_tokens
 from topo_search.target.adapter import Target
 from topo_search.trace import PAST_END, RankTrace, TracePrompt, merge_traces
@@ -46,6 +48,11 @@ class EncodedPrompt:
     def digest(self) -> str:
         """Hash of the token ids."""
         return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
+
+    @property
+    def request(self) -> int:
+        """Number of its sequence for sampling: it follows from the tokens, so it is the same in every set and order."""
+        return int(self.digest, 16) % MAX_SEED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +106,7 @@ def calibrate(
     *,
     out: Path,
     max_new_tokens: int,
+    rule: RuleIdentity = GREEDY,
     batch_size: int = 32,
     provenance: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -110,6 +118,7 @@ def calibrate(
         prompts: what to answer.
         out: trace file; prompts that it or its unfinished part hold already are not run again.
         max_new_tokens: cap of every answer.
+        rule: greedy, or sampling; part of the trace's identity.
         batch_size: prompts answered together.
         provenance: recorded in the file.
         progress: called after every batch.
@@ -123,7 +132,7 @@ def calibrate(
             f"Heads {heads.identity.name} are not path-local: their lists depend on where earlier steps began, so a "
             "trace cannot be replayed. Race them with topo-search bench instead."
         )
-    empty = empty_trace(target, heads, max_new_tokens=max_new_tokens, provenance=provenance or {})
+    empty = empty_trace(target, heads, max_new_tokens=max_new_tokens, rule=rule, provenance=provenance or {})
     partial = out.with_name(out.name + ".part")
     trace = merge_traces([empty, *(_readable(path, empty) for path in (out, partial) if path.exists())])
     _require_unchanged(trace, prompts)
@@ -136,6 +145,8 @@ def calibrate(
             target,
             [prompt.tokens for prompt in chosen],
             max_new_tokens=max_new_tokens,
+            rule=rule,
+            requests=[prompt.request for prompt in chosen],
             keep_prompt_states=heads.reads_prefix,
         )
         trace = merge_traces([trace, trace_of_answers(empty, heads, chosen, answers)])
@@ -150,7 +161,12 @@ def calibrate(
 
 
 def empty_trace(
-    target: Target, heads: DraftHeads, *, max_new_tokens: int, provenance: dict[str, Any] | None = None
+    target: Target,
+    heads: DraftHeads,
+    *,
+    max_new_tokens: int,
+    rule: RuleIdentity = GREEDY,
+    provenance: dict[str, Any] | None = None,
 ) -> RankTrace:
     """A trace without prompts: the identity that recorded rows are added to."""
     return RankTrace(
@@ -159,7 +175,7 @@ def empty_trace(
         resolved_ranks=min(RESOLVED_RANKS, target.known_ids if heads.token_map is None else len(heads.token_map)),
         target=target.identity,
         heads=heads.identity,
-        rule=GREEDY,
+        rule=rule,
         max_new_tokens=max_new_tokens,
         provenance=provenance or {},
     )
@@ -170,8 +186,16 @@ def trace_of_answers(
 ) -> RankTrace:
     """The trace of given answers, in the identity of `identity`."""
     blocks = [
-        true_ranks(heads, answer_features(heads, answer), torch.tensor(answer.tokens), identity.resolved_ranks)
-        for answer in answers
+        true_ranks(
+            heads,
+            answer_features(heads, answer),
+            torch.tensor(answer.tokens),
+            identity.resolved_ranks,
+            rule=identity.rule,
+            request=prompt.request,
+            prompt_tokens=len(prompt.tokens),
+        )
+        for prompt, answer in zip(prompts, answers, strict=True)
     ]
     return replace(
         identity,
@@ -191,7 +215,14 @@ def trace_of_answers(
 
 
 def true_ranks(
-    heads: DraftHeads, features: Tensor, tokens: Int[Tensor, " answer"], resolved: int
+    heads: DraftHeads,
+    features: Tensor,
+    tokens: Int[Tensor, " answer"],
+    resolved: int,
+    *,
+    rule: RuleIdentity = GREEDY,
+    request: int = 0,
+    prompt_tokens: int = 0,
 ) -> Int[Tensor, "rows depth"]:
     """Ranks of the true continuation at every row and depth of one answer, int16, with both sentinels.
 
@@ -200,6 +231,8 @@ def true_ranks(
         features: `[answer, hidden]`, what the heads read where each token was chosen.
         tokens: y_0 .. y_{N-1}.
         resolved: ranks told apart; a token beyond them gets `resolved`, one past the end -1.
+        rule: by which the answer was chosen; its `noise_share` takes part in the ranking.
+        request, prompt_tokens: of the answer's sequence, for that share.
     """
     depth, rows = heads.identity.num_heads, tokens.shape[0] - 1
     ranks = torch.full((rows, depth), PAST_END, dtype=torch.int16)
@@ -208,12 +241,22 @@ def true_ranks(
     with torch.inference_mode():
         for start in range(0, rows, _ROWS_AT_ONCE):
             part = slice(start, min(start + _ROWS_AT_ONCE, rows))
-            columns = top_tokens(heads.path_scores(features[part], path[part, :-1]), resolved)
+            scores = heads.path_scores(features[part], path[part, :-1])
+            roots = prompt_tokens + torch.arange(part.start, part.stop, device=scores.device)
+            noise = candidate_noise(
+                rule, torch.full_like(roots, request), roots, depth=depth, vocab=_ids(heads, scores)
+            )
+            columns = top_tokens(scores if noise is None else with_noise(scores, noise, heads.token_map), resolved)
             lists = ids_of(heads, columns).cpu()
             hits = lists == path[part, 1:, None]
             found = torch.where(hits.any(dim=-1), hits.to(torch.uint8).argmax(dim=-1), resolved)
             ranks[part] = torch.where(observed[part], found, PAST_END).to(torch.int16)
     return ranks
+
+
+def _ids(heads: DraftHeads, scores: Tensor) -> int:
+    """Target ids that the score columns reach up to."""
+    return scores.shape[-1] if heads.token_map is None else int(heads.token_map[-1]) + 1
 
 
 def answer_features(heads: DraftHeads, answer: Answer) -> Float[Tensor, "answer hidden"]:

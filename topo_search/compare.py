@@ -1,7 +1,8 @@
 """Is the text the same, and if not, why: the first divergence and the gap of the two best scores there.
 
 In fp32 the same sum in another order moves scores by up to 6e-5, so about one token in a million flips between runs
-of different width. Only a gap below `NEAR_TIE` at the first divergence is such a flip; anything else is a failure.
+of different width. Only a gap below `NEAR_TIE` at the first divergence is such a flip, or a token on the edge of a
+filter; anything else is a failure.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import torch
 
 from topo_search.answers import Answer
 from topo_search.calibrate import answer_features, true_paths
+from topo_search.decode.sampling import at_filter_edge, drawn_scores
 from topo_search.heads.base import DraftHeads, column_of
+from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.target.adapter import Target
 
 NEAR_TIE = 2e-4
@@ -27,8 +30,9 @@ class Divergence:
         prompt: id of the prompt.
         position: index of the first differing answer token.
         expected, found: the tokens there; null where one text has ended.
-        gap: difference of the target's two best scores there.
+        gap: difference of the target's two best scores there, in logits: with noise where tokens are drawn.
         near_tie: whether the gap is below `NEAR_TIE`, which explains two tokens, never a text that goes on or ends.
+        filter_edge: whether a filter's border lies so near a token that the same flip takes it in or out.
     """
 
     prompt: str
@@ -37,6 +41,12 @@ class Divergence:
     found: int | None
     gap: float
     near_tie: bool
+    filter_edge: bool = False
+
+    @property
+    def explained(self) -> bool:
+        """Whether rounding explains it."""
+        return self.near_tie or self.filter_edge
 
 
 def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
@@ -48,23 +58,34 @@ def first_difference(expected: Sequence[int], found: Sequence[int]) -> int | Non
 
 
 def divergence(
-    target: Target, prompt_id: str, prompt: Sequence[int], expected: Sequence[int], found: Sequence[int]
+    target: Target,
+    prompt_id: str,
+    prompt: Sequence[int],
+    expected: Sequence[int],
+    found: Sequence[int],
+    *,
+    rule: RuleIdentity = GREEDY,
+    request: int = 0,
 ) -> Divergence | None:
-    """The first divergence of two answers to one prompt, or None."""
+    """The first divergence of two answers to one prompt under a rule, or None."""
     position = first_difference(expected, found)
     if position is None:
         return None
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
+    place, sequence = (torch.tensor([number], device=target.device) for number in (ids.shape[1], request))
     with torch.inference_mode():
-        best = torch.topk(target.scores(target.hidden_states(ids)[0, -1]), 2).values
-    gap = float(best[0] - best[1])
+        scores = target.scores(target.hidden_states(ids)[0, -1:])
+        best = torch.topk(drawn_scores(scores, rule, positions=place, requests=sequence)[0], 2).values
+    gap = float(best[0] - best[1]) * (rule.temperature or 1.0)
+    two_tokens = position < min(len(expected), len(found))
     return Divergence(
         prompt=prompt_id,
         position=position,
         expected=expected[position] if position < len(expected) else None,
         found=found[position] if position < len(found) else None,
         gap=gap,
-        near_tie=gap < NEAR_TIE and position < min(len(expected), len(found)),
+        near_tie=gap < NEAR_TIE and two_tokens,
+        filter_edge=two_tokens and at_filter_edge(scores[0], rule),
     )
 
 

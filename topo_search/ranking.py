@@ -17,14 +17,17 @@ def top_tokens(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, 
 
     Scores of any floating type; float64 is compared as such, all others in fp32.
     """
-    if scores.dtype == torch.float64:
-        # A stable sort keeps lower ids first; float64 only serves tiny models in tests.
-        return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
-    scores = scores.float()
+    if scores.dtype != torch.float64:
+        scores = scores.float()
     # Whether ties reach beyond the candidates must be read back, which on an accelerator would stall it.
     on_cpu = scores.device.type == "cpu"
     found = _among_candidates(scores, count) if on_cpu and count + _SPARE < scores.shape[-1] else None
-    return _by_unique_keys(scores, count) if found is None else found
+    if found is not None:
+        return found
+    if scores.dtype == torch.float64:
+        # A stable sort keeps lower ids first.
+        return torch.sort(scores, dim=-1, descending=True, stable=True).indices[..., :count]
+    return _by_unique_keys(scores, count)
 
 
 def best_token(scores: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:

@@ -1,7 +1,8 @@
 """Plain decoding by transformers' own `generate`: the baseline whose text every tree must reproduce.
 
 One settings object is resolved here for both sides. `generate` would otherwise take sampling, penalties and limits
-from the model's generation config, so it is given a neutral one.
+from the model's generation config, so it is given a neutral one. To sample, it is given transformers' own warpers and,
+behind them, the noise that our draws use: the largest of their sum is the draw.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 
 from topo_search.decode.decoder import Decoded
+from topo_search.decode.noise import gumbel_rows
+from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.target.adapter import Target
 
 
@@ -49,14 +52,25 @@ def neutralised(target: Target) -> dict[str, Any]:
     }
 
 
-def generate_plain(target: Target, prompt: Sequence[int], *, max_new_tokens: int) -> Decoded:
-    """transformers' greedy text for one prompt, with the time of the first token apart."""
+def generate_plain(
+    target: Target,
+    prompt: Sequence[int],
+    *,
+    max_new_tokens: int,
+    rule: RuleIdentity = GREEDY,
+    request: int = 0,
+    processors: Sequence[Any] = (),
+) -> Decoded:
+    """transformers' text for one prompt under a rule, with the time of the first token apart."""
     clock = _FirstToken()
     ids = torch.tensor([list(prompt)], device=target.device)
     with _only(target, greedy_settings(target, max_new_tokens)):
         start = time.perf_counter()
         output = target.model.generate(  # type: ignore[operator]
-            ids, attention_mask=torch.ones_like(ids), stopping_criteria=[clock]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            stopping_criteria=[clock],
+            logits_processor=[*processors, *_drawing(rule, request)],
         )
     tokens = tuple(output[0, len(prompt) :].tolist())
     end = time.perf_counter()
@@ -67,6 +81,36 @@ def generate_plain(target: Target, prompt: Sequence[int], *, max_new_tokens: int
         prefill_ms=1000 * (clock.first - start),
         decode_ms=1000 * (end - clock.first),
     )
+
+
+def _drawing(rule: RuleIdentity, request: int) -> list[Any]:
+    """transformers' warpers of the rule's settings, in its order, and the noise behind them."""
+    from transformers.generation import logits_process
+
+    if not rule.samples:
+        return []
+    assert rule.seed is not None
+    found: list[Any] = [logits_process.TemperatureLogitsWarper(rule.temperature)]
+    if rule.top_k is not None:
+        found.append(logits_process.TopKLogitsWarper(rule.top_k))
+    if rule.top_p is not None:
+        found.append(logits_process.TopPLogitsWarper(rule.top_p))
+    if rule.min_p is not None:
+        found.append(logits_process.MinPLogitsWarper(rule.min_p))
+    return [*found, _Noise(seed=rule.seed, request=request)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noise:
+    """A logits processor that adds the noise of the next position."""
+
+    seed: int
+    request: int
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        device = scores.device
+        request, position = (torch.tensor([n], device=device) for n in (self.request, input_ids.shape[1]))
+        return scores.double() + gumbel_rows(self.seed, request, position, scores.shape[-1])
 
 
 @contextmanager

@@ -207,10 +207,12 @@ def scripted(monkeypatch: pytest.MonkeyPatch, decode_ms: dict[str, Sequence[floa
     monkeypatch.setattr(
         TreeDecoder,
         "generate",
-        lambda decoder, prompt, *, max_new_tokens: answer(named[decoder.tree], prompt, max_new_tokens),
+        lambda decoder, prompt, *, max_new_tokens, **_: answer(named[decoder.tree], prompt, max_new_tokens),
     )
     monkeypatch.setattr(
-        bench, "generate_plain", lambda target, prompt, *, max_new_tokens: answer("generate", prompt, max_new_tokens)
+        bench,
+        "generate_plain",
+        lambda target, prompt, *, max_new_tokens, **_: answer("generate", prompt, max_new_tokens),
     )
     return calls
 

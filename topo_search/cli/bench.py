@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from topo_search.bench import Contender, RaceResult
     from topo_search.cost import LatencyTable
     from topo_search.heads.base import DraftHeads
+    from topo_search.identity import RuleIdentity
     from topo_search.target import Target
     from topo_search.trace import RankTrace
 
@@ -30,6 +31,12 @@ def bench(
     num_prompts: options.NumPrompts = None,
     max_new_tokens: options.MaxNewTokens = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Passes over all prompts.")] = 3,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    noise_share: options.NoiseShare = 0.0,
+    seed: options.Seed = 0,
     trace: options.TraceFile = None,
     latency: options.LatencyFile = None,
     as_json: options.Json = False,
@@ -47,8 +54,12 @@ def bench(
     """
     from topo_search.cli.inputs import chosen_prompts, load_draft_heads, load_model
     from topo_search.errors import CheckError
+    from topo_search.identity import sampling_rule
     from topo_search.report.console import note, progress
 
+    rule = sampling_rule(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
+    )
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "tokenizer": tokenizer}
     model = load_model(target, **settings)
@@ -56,14 +67,14 @@ def bench(
 
     from topo_search.bench import Course, race
     from topo_search.calibrate import encode_prompts
-    from topo_search.reference import greedy_settings, neutralised
+    from topo_search.reference import neutralised
 
-    contenders = _contenders(tree, chain, model, draft_heads, allow_mismatch=allow_mismatch)
+    contenders = _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch)
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
-    calibration, table = _figures(trace, latency, model, draft_heads, allow_mismatch=allow_mismatch)
+    calibration, table = _figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch)
     # generate runs the model as a transformers user would: without our packed weights.
     reference = load_model(target, **settings, pack=False) if model.packed else model
-    note(f"Both sides decode with {greedy_settings(model, max_new_tokens)}; ignored: {neutralised(model) or 'nothing'}")
+    note(f"Both sides decode with {_settings(model, rule, max_new_tokens)}; ignored: {neutralised(model) or 'nothing'}")
     with progress("Racing") as advance:
         result = race(
             Course(
@@ -73,6 +84,7 @@ def bench(
                 prompts=encoded,
                 max_new_tokens=max_new_tokens,
                 repeats=repeats,
+                rule=rule,
                 latency=table,
                 calibration=calibration,
             ),
@@ -84,7 +96,16 @@ def bench(
         raise CheckError("The race broke a promise:\n  " + "\n  ".join(result.failures))
 
 
-def _contenders(tree: Path, chain: Path, model: Target, heads: DraftHeads, *, allow_mismatch: bool) -> list[Contender]:
+def _settings(model: Target, rule: RuleIdentity, max_new_tokens: int) -> dict[str, Any]:
+    """What `generate` is given, and the rule by which both sides draw."""
+    from topo_search.reference import greedy_settings
+
+    return greedy_settings(model, max_new_tokens) | (asdict(rule) if rule.samples else {})
+
+
+def _contenders(
+    tree: Path, chain: Path, model: Target, heads: DraftHeads, rule: RuleIdentity, *, allow_mismatch: bool
+) -> list[Contender]:
     """`generate`, plain decoding, the chain, Medusa's tree (as deep as there are heads) and the tree."""
     from topo_search.bench import GENERATE, PLAIN, Contender
     from topo_search.cli.decoding import fitting_tree
@@ -93,26 +114,35 @@ def _contenders(tree: Path, chain: Path, model: Target, heads: DraftHeads, *, al
     from topo_search.search.optimize import CHAIN, TREE
     from topo_search.tree import Tree
 
+    def fitting(path: Path) -> Tree:
+        return fitting_tree(path, model, heads, allow_mismatch=allow_mismatch, rule=rule).tree
+
     medusa = read_tree(packaged("trees/reference/medusa-63.tree.json")).tree
     return [
         Contender(name=GENERATE, tree=None),
         Contender(name=PLAIN, tree=Tree(())),
-        Contender(name=CHAIN, tree=fitting_tree(chain, model, heads, allow_mismatch=allow_mismatch).tree),
+        Contender(name=CHAIN, tree=fitting(chain)),
         Contender(name="medusa-63", tree=medusa.pruned(heads.identity.num_heads)),
-        Contender(name=TREE, tree=fitting_tree(tree, model, heads, allow_mismatch=allow_mismatch).tree),
+        Contender(name=TREE, tree=fitting(tree)),
     ]
 
 
 def _figures(
-    trace: Path | None, latency: Path | None, model: Target, heads: DraftHeads, *, allow_mismatch: bool
+    trace: Path | None,
+    latency: Path | None,
+    model: Target,
+    heads: DraftHeads,
+    rule: RuleIdentity,
+    *,
+    allow_mismatch: bool,
 ) -> tuple[RankTrace | None, LatencyTable | None]:
     """Trace and table for forecast and predicted rate; one that nobody named is left out where it does not fit.
 
     Raises:
-        MismatchError: one was named and is of another target, other heads or another device.
+        MismatchError: one was named and is of another target, other heads, another rule or another device.
     """
     from topo_search.cli.decoding import require_device
-    from topo_search.cli.inputs import newest_or_shipped
+    from topo_search.cli.inputs import newest_or_shipped, require_fit
     from topo_search.errors import MismatchError
     from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
     from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
@@ -123,10 +153,19 @@ def _figures(
     table = None if table_path is None else read_latency(table_path)
     try:
         _require_same_models(calibration, model, heads, allow_mismatch=allow_mismatch)
+        if calibration is not None:
+            require_fit(
+                "The trace's rule",
+                calibration.rule,
+                rule,
+                allow_mismatch=allow_mismatch,
+                way_out="calibrate at these settings",
+                ignore=("seed",),
+            )
     except MismatchError:
         if trace is not None:
             raise
-        note(f"{trace_path} is of another target or other heads, so there is no forecast.")
+        note(f"{trace_path} is of another target, other heads or another rule, so there is no forecast.")
         calibration = None
     try:
         _require_same_models(table, model, heads, allow_mismatch=allow_mismatch)
@@ -162,7 +201,7 @@ def _report(result: RaceResult, *, as_json: bool) -> None:
         note(line)
     for standing in result.standings:
         for point in standing.divergences:
-            kind = "near-tie" if point.near_tie else "DIFFERENCE"
+            kind = "near-tie" if point.near_tie else "filter edge" if point.filter_edge else "DIFFERENCE"
             note(f"{kind}: {standing.name}, {point.prompt}, token {point.position}, gap {point.gap:.2g}")
         for step in standing.mismatches:
             kind = "near-tie" if step.near_tie else "MISMATCH"

@@ -22,6 +22,11 @@ def calibrate(
     num_prompts: options.NumPrompts = None,
     max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 32,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
+    noise_share: options.NoiseShare = 0.0,
     seed: options.Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Trace file, or folder for trace and table.")] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not time the step afterwards.")] = False,
@@ -34,14 +39,19 @@ def calibrate(
 
     Interrupted and started again it continues. Ends with a quick `measure`.
 
-    Examples: topo-search calibrate | topo-search calibrate --prompts mine.jsonl --max-new-tokens 256
+    Examples: topo-search calibrate | topo-search calibrate --prompts mine.jsonl --temperature 0.7 --seed 1
     """
     from topo_search.cli.inputs import artefact_stem, chosen_prompts, load_draft_heads, load_model, output_file
     from topo_search.files.trace_file import TRACE_SUFFIX
+    from topo_search.identity import sampling_rule
     from topo_search.provenance import provenance
     from topo_search.report.console import note, progress
 
-    stem = artefact_stem(target, heads, max_new_tokens)
+    rule = sampling_rule(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
+    )
+    drawn = (f"T{temperature:g}", f"seed{seed}") if rule.samples else ()
+    stem = artefact_stem(target, heads, max_new_tokens, *drawn)
     path = output_file(out, stem, TRACE_SUFFIX)
     found = chosen_prompts(
         prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
@@ -62,6 +72,7 @@ def calibrate(
             encoded,
             out=path,
             max_new_tokens=max_new_tokens,
+            rule=rule,
             batch_size=batch_size,
             provenance=provenance() | {"device": device_record(model)["name"]},
             progress=lambda done, total, rows: advance(done, total, f"prompts, {rows} positions"),

@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING
 from topo_search.cli.inputs import refuse_mismatch, require_fit
 from topo_search.errors import InputError
 from topo_search.files.tree_file import TreeFile, read_tree
-from topo_search.identity import GREEDY
+from topo_search.identity import GREEDY, RuleIdentity
 
 if TYPE_CHECKING:
     from topo_search.heads.base import DraftHeads
     from topo_search.target import Target
 
 
-def fitting_tree(path: Path, target: Target, heads: DraftHeads, *, allow_mismatch: bool) -> TreeFile:
-    """The tree of `path`, checked against target, heads, rule and device.
+def fitting_tree(
+    path: Path, target: Target, heads: DraftHeads, *, allow_mismatch: bool, rule: RuleIdentity = GREEDY
+) -> TreeFile:
+    """The tree of `path`, checked against target, heads, rule (whatever its seed) and device.
 
     Raises:
         InputError: the file is missing or broken.
@@ -29,7 +31,14 @@ def fitting_tree(path: Path, target: Target, heads: DraftHeads, *, allow_mismatc
     if origin is not None:
         require_fit(f"{path}: its target", origin.target, target.identity, allow_mismatch=allow_mismatch)
         require_fit(f"{path}: its heads", origin.heads, heads.identity, allow_mismatch=allow_mismatch)
-        require_fit(f"{path}: its rule", origin.rule, GREEDY, allow_mismatch=allow_mismatch)
+        require_fit(
+            f"{path}: its rule",
+            origin.rule,
+            rule,
+            allow_mismatch=allow_mismatch,
+            way_out="calibrate and optimize at these settings",
+            ignore=("seed",),  # another seed is another sample of the same law
+        )
         require_device(f"{path}: its latency table", origin.device, target, allow_mismatch=allow_mismatch)
     return found
 

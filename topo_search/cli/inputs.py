@@ -110,14 +110,20 @@ def is_shipped(path: Path) -> bool:
 
 
 def require_fit(
-    what: str, given: Any, loaded: Any, *, allow_mismatch: bool, way_out: str = "make it for this one"
+    what: str,
+    given: Any,
+    loaded: Any,
+    *,
+    allow_mismatch: bool,
+    way_out: str = "make it for this one",
+    ignore: tuple[str, ...] = ("name",),
 ) -> None:
     """Refuse, or with the flag warn about, an artefact made for something else; unknown (None) fits.
 
     Raises:
         MismatchError: the identities differ and the flag is off.
     """
-    if given is None or not (differing := differing_fields(given, loaded)):
+    if given is None or not (differing := differing_fields(given, loaded, ignore=ignore)):
         return
     refuse_mismatch(what, differing, allow_mismatch=allow_mismatch, way_out=way_out)
 

@@ -30,6 +30,24 @@ Split = Annotated[
 NumPrompts = Annotated[int | None, typer.Option(help="At most this many prompts, taken evenly from the workloads.")]
 MaxNewTokens = Annotated[int, typer.Option(help="Cap of every answer, in tokens.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
+Temperature = Annotated[
+    float, typer.Option(help="0: greedy; above: sampled, the same text for every tree.", rich_help_panel="Sampling")
+]
+TopK = Annotated[int | None, typer.Option(help="Draw from this many best tokens.", rich_help_panel="Sampling")]
+TopP = Annotated[
+    float | None, typer.Option(help="Draw from the best tokens that hold this probability.", rich_help_panel="Sampling")
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Draw from tokens with this share of the best one's probability.", rich_help_panel="Sampling"),
+]
+NoiseShare = Annotated[
+    float,
+    typer.Option(
+        help="Weight of the draw's own noise in ranking candidates; changes speed, never text.",
+        rich_help_panel="Sampling",
+    ),
+]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Rank trace; the newest in ./calibration by default.")]
 LatencyFile = Annotated[
     Path | None, typer.Option("--latency", help="Latency table; the newest in ./calibration by default.")

@@ -1,6 +1,7 @@
 """`TreeDecoder`: load a target, heads and a tree, and decode text that equals plain decoding token for token.
 
-Batch 1 and greedy acceptance. Prefill emits the first token and is not a step.
+Batch 1; greedy, or sampled with noise that belongs to the position, so that text depends on the seed and never on the
+tree. Prefill emits the first token and is not a step.
 """
 
 from __future__ import annotations
@@ -8,15 +9,20 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from topo_search.decode.cache import SlotCache
+from topo_search.decode.ending import Ending, StopStrings
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.probe import probe
+from topo_search.decode.processors import path_safe
+from topo_search.decode.sampling import Sampler
 from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.errors import InputError
 from topo_search.heads.base import DraftContext, DraftHeads
+from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.stats import DecodeStats
 from topo_search.target.adapter import Target
 from topo_search.tree import Tree
@@ -26,13 +32,31 @@ DEFAULT_CAPACITY = 1024
 Prompt = Sequence[int] | torch.Tensor
 
 
+class DecodeSettings(TypedDict, total=False):
+    """What an answer may be asked for with, besides its cap.
+
+    Attributes:
+        eos_token_ids: ids that end the answer; the target's own by default.
+        rule: greedy, or what `identity.sampling_rule` gives.
+        request: number of the sequence; sequences of one seed that should not share noise need different ones.
+        stop_strings: texts that end the answer once it holds one of them.
+        processors: logits processors, applied before the rule along the text alone; see `decode.processors`.
+    """
+
+    eos_token_ids: Sequence[int] | None
+    rule: RuleIdentity
+    request: int
+    stop_strings: Sequence[str]
+    processors: Sequence[Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decoded:
     """One answer.
 
     Attributes:
         tokens: the answer, end-of-text included where it ended so.
-        end: `eos`, `cap`, or `limit` where the target's positions ran out.
+        end: `eos`, `stop` for a stop string, `cap`, or `limit` where the target's positions ran out.
         accepted: accepted drafted tokens of every step, in order.
         prefill_ms: time until the first token.
         decode_ms: time of all steps after it.
@@ -81,23 +105,28 @@ class TreeDecoder:
         self._steps: list[TreeStep] = []
         self._reserve(min(capacity, target.position_limit or capacity))
 
-    def generate(self, prompt: Prompt, *, max_new_tokens: int, eos_token_ids: Sequence[int] | None = None) -> Decoded:
+    def generate(self, prompt: Prompt, *, max_new_tokens: int, **settings: Unpack[DecodeSettings]) -> Decoded:
         """The whole answer to one prompt.
 
         Args:
             prompt: token ids of one prompt, as a sequence or a `[tokens]` or `[1, tokens]` tensor; neither empty nor
                 longer than the target's positions.
             max_new_tokens: exact cap of the answer, at least 1.
-            eos_token_ids: ids that end the answer; the target's own by default.
+            **settings: see `DecodeSettings`.
 
         Raises:
-            InputError: the prompt is empty, batched, too long, or has an unknown id; the cap is below 1.
+            InputError: the prompt is empty, batched, too long, or has an unknown id; the cap is below 1; a stop string
+                or logits processor cannot be honoured.
+            CheckError: the target's logits are not finite.
         """
+        prompt = single_prompt(prompt)
+        sampler = self._sampler(prompt, max_new_tokens, settings)
+        assert sampler.ending is not None
         tokens: list[int] = []
         accepted: list[int] = []
         clock = time.perf_counter()
         prefill_ms = 0.0
-        for emitted in self.stream(prompt, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids):
+        for emitted in self._emit(prompt, sampler):
             if tokens:
                 accepted.append(len(emitted) - 1)
             else:
@@ -105,32 +134,32 @@ class TreeDecoder:
             tokens.extend(emitted)
         return Decoded(
             tokens=tuple(tokens),
-            end=self._end(tokens, max_new_tokens, eos_token_ids),
+            end=sampler.ending.reason([*prompt, *tokens]) or "",
             accepted=tuple(accepted),
             prefill_ms=prefill_ms,
             decode_ms=1000 * (time.perf_counter() - clock) - prefill_ms,
         )
 
-    def stream(
-        self, prompt: Prompt, *, max_new_tokens: int, eos_token_ids: Sequence[int] | None = None
-    ) -> Iterator[list[int]]:
+    def stream(self, prompt: Prompt, *, max_new_tokens: int, **settings: Unpack[DecodeSettings]) -> Iterator[list[int]]:
         """Yield the tokens of the prefill (one), then those of every step; see `generate`."""
         prompt = single_prompt(prompt)
-        cap = self._allowed_tokens(prompt, max_new_tokens)
-        ends = frozenset(self.target.eos_token_ids if eos_token_ids is None else eos_token_ids)
-        self._reserve(len(prompt) + cap)
+        yield from self._emit(prompt, self._sampler(prompt, max_new_tokens, settings))
+
+    def _emit(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[list[int]]:
+        assert sampler.ending is not None
+        self._reserve(len(prompt) + self._room(prompt, sampler.ending.max_new_tokens))
         with torch.inference_mode():
-            state = self._prefill(prompt)
-            emitted = state.root.tolist()
-        yield emitted
-        count = 1
-        while count < cap and emitted[-1] not in ends:
+            state = self._prefill(prompt, sampler)
+        text, emitted = [*prompt], state.root.tolist()
+        while True:
+            kept, is_over = _until_end(text, emitted, sampler)
+            yield kept
+            if is_over:
+                return
             with torch.inference_mode():
                 step = self._step_at(state.cache.length)
                 step.draft(state)
-                emitted = _until_end(step.verify(state).tolist(), cap - count, ends)
-            yield emitted
-            count += len(emitted)
+                emitted = step.verify(state).tolist()
 
     def buffers(self) -> list[torch.Tensor]:
         """Every buffer that lives across steps: cache, masks, indices and step inputs."""
@@ -142,7 +171,7 @@ class TreeDecoder:
             found += [step.input_ids, step.positions, plan.full_mask, plan.visible, plan.parents, *optional]
         return found
 
-    def _prefill(self, prompt: Sequence[int]) -> DecodeState:
+    def _prefill(self, prompt: Sequence[int], sampler: Sampler) -> DecodeState:
         assert self._cache is not None
         self._cache.clear()
         ids = torch.tensor([list(prompt)], device=self.target.device)
@@ -152,8 +181,15 @@ class TreeDecoder:
             self._context.rewind(0)
             if len(prompt) > 1:
                 self._context.extend(hidden[None, :-1])
-        root = self.target.choose(hidden[-1:])
-        return DecodeState(root=root, fresh=hidden[-1:], cache=self._cache, context=self._context)
+        token = sampler.next_token(self.target.scores(hidden[-1]), prompt)
+        return DecodeState(
+            root=torch.tensor([token], device=self.target.device),
+            fresh=hidden[-1:],
+            cache=self._cache,
+            context=self._context,
+            sampler=sampler,
+            text=[*prompt, token],
+        )
 
     def _reserve(self, tokens: int) -> None:
         """Cache and plans for answers that reach `tokens` tokens; kept while they suffice."""
@@ -183,17 +219,29 @@ class TreeDecoder:
             return self._steps[-1]
         return self._steps[max(0, min(self.tree.depth, limit - 1 - length))]
 
-    def _allowed_tokens(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        _require_prompt(prompt, self.target)
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1 token.")
+    def _room(self, prompt: Sequence[int], max_new_tokens: int) -> int:
+        """Answer tokens that both the cap and the target's positions allow."""
         limit = self.target.position_limit
         return max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
 
-    def _end(self, tokens: list[int], max_new_tokens: int, eos_token_ids: Sequence[int] | None) -> str:
-        if tokens[-1] in (self.target.eos_token_ids if eos_token_ids is None else eos_token_ids):
-            return "eos"
-        return "cap" if len(tokens) == max_new_tokens else "limit"
+    def _sampler(self, prompt: Sequence[int], max_new_tokens: int, settings: DecodeSettings) -> Sampler:
+        """How the answer's tokens are chosen and what ends it; everything asked for is checked here."""
+        _require_prompt(prompt, self.target)
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1 token.")
+        ids, strings = settings.get("eos_token_ids"), tuple(settings.get("stop_strings", ()))
+        return Sampler(
+            rule=settings.get("rule", GREEDY),
+            request=settings.get("request", 0),
+            processors=path_safe(settings.get("processors")),
+            ending=Ending(
+                prompt_tokens=len(prompt),
+                max_new_tokens=max_new_tokens,
+                position_limit=self.target.position_limit,
+                eos_token_ids=frozenset(self.target.eos_token_ids if ids is None else ids),
+                stops=StopStrings(strings=strings, tokenizer=self.target.tokenizer) if strings else None,
+            ),
+        )
 
 
 def require_depth(tree: Tree, heads: DraftHeads | None) -> None:
@@ -244,10 +292,10 @@ def _require_prompt(prompt: Sequence[int], target: Target) -> None:
         )
 
 
-def _until_end(emitted: list[int], room: int, ends: frozenset[int]) -> list[int]:
-    """The step's tokens up to the cap and up to the first end-of-text among them."""
-    emitted = emitted[:room]
+def _until_end(text: list[int], emitted: Sequence[int], sampler: Sampler) -> tuple[list[int], bool]:
+    """The step's tokens up to the first that ends the answer, appended to `text`, and whether one does."""
     for index, token in enumerate(emitted):
-        if token in ends:
-            return emitted[: index + 1]
-    return emitted
+        text.append(token)
+        if sampler.is_over(text):
+            return list(emitted[: index + 1]), True
+    return list(emitted), False

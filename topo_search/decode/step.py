@@ -5,7 +5,8 @@ The step that is timed is the step that serves: `measure` calls the same two hal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from topo_search.decode.cache import SlotCache
 from topo_search.decode.plan import TreePlan
+from topo_search.decode.sampling import Sampler, candidate_noise, require_finite
 from topo_search.heads.base import DraftContext, DraftHeads
+from topo_search.ranking import best_token
 from topo_search.target.adapter import Target
 
 
@@ -26,12 +29,16 @@ class DecodeState:
         fresh: `[count, hidden]`, states of the tokens committed since heads last drafted; the last one chose the root.
         cache: the committed text's keys and values.
         context: what the heads keep of the committed text before `fresh`, or None where no head drafts.
+        sampler: how this sequence's tokens are chosen.
+        text: the whole sequence up to the root; kept up to date where the sampler reads it.
     """
 
     root: Int[Tensor, " one"]
     fresh: Float[Tensor, "count hidden"]
     cache: SlotCache
     context: DraftContext | None = None
+    sampler: Sampler = field(default_factory=Sampler)
+    text: list[int] = field(default_factory=list)
 
 
 class TreeStep:
@@ -41,6 +48,9 @@ class TreeStep:
         self.target, self.heads, self.plan = target, heads, plan
         self.input_ids = torch.zeros(1, plan.verify_width, dtype=torch.long, device=target.device)
         self.positions = torch.zeros(1, plan.verify_width, dtype=torch.long, device=target.device)
+        self._children: list[list[int]] = [[] for _ in range(plan.verify_width)]
+        for slot, parent in enumerate(plan.tree.parents.tolist()[1:], start=1):
+            self._children[parent].append(slot)
 
     def draft(self, state: DecodeState) -> None:
         """Fill the step's input: the root and the drafted tokens. Plain decoding runs no head."""
@@ -48,7 +58,13 @@ class TreeStep:
         if self.plan.tree.paths:
             assert self.heads is not None and state.context is not None
             features = state.context.extend(state.fresh[None])
-            self.input_ids[:, 1:] = self.heads.propose(features, state.root, self.plan)
+            self.input_ids[:, 1:] = self.heads.propose(features, state.root, self.plan, self._noise(state))
+
+    def _noise(self, state: DecodeState) -> Float[Tensor, "1 depth vocab"] | None:
+        device = self.input_ids.device
+        request, root = (torch.tensor([n], device=device) for n in (state.sampler.request, state.cache.length))
+        depth, vocab = self.plan.tree.depth, self.target.output_weight.shape[0]
+        return candidate_noise(state.sampler.rule, request, root, depth=depth, vocab=vocab)
 
     def verify(self, state: DecodeState) -> Int[Tensor, " emitted"]:
         """Run the target over the tree, keep the longest accepted path and move `state` behind it.
@@ -57,13 +73,39 @@ class TreeStep:
             The emitted tokens: the accepted drafted ones and the target's own choice after them.
         """
         hidden = self.tree_states(state.cache)
-        choices = self.target.choose(hidden)
-        slots = accepted_slots(self.input_ids[0], choices, self.plan)
-        last = slots[-1]
-        emitted = torch.cat([self.input_ids[0, slots[1:]], choices[last, None]])
+        scores = self.target.scores(hidden)
+        if state.sampler.needs_text:
+            slots, root = self._walk(scores, state)
+        else:
+            choices = best_token(scores)
+            slots = accepted_slots(self.input_ids[0], choices, self.plan)
+            root = choices[slots[-1], None]
+            chosen = scores[slots].gather(1, choices[slots, None])[:, 0]
+            require_finite(chosen, self.positions[0, slots] + 1)
+        emitted = torch.cat([self.input_ids[0, slots[1:]], root])
         state.cache.keep(slots)
-        state.root, state.fresh = choices[last, None], hidden[slots]
+        state.root, state.fresh = root, hidden[slots]
         return emitted
+
+    def _walk(self, scores: Float[Tensor, "width vocab"], state: DecodeState) -> tuple[Tensor, Tensor]:
+        """Accepted slots and the token after them, chosen node by node.
+
+        Only nodes on the path are asked, each once and after the very text that plain decoding would have there: a
+        step costs one draw per emitted token, and logits processors see the calls of plain decoding.
+        """
+        drafted, slots = self.input_ids[0].tolist(), [0]
+        while True:
+            token = state.sampler.next_token(scores[slots[-1]], state.text)
+            state.text.append(token)
+            child = None if state.sampler.is_over(state.text) else self._child(slots[-1], token, drafted)
+            if child is None:
+                device = self.input_ids.device
+                return torch.tensor(slots, device=device), torch.tensor([token], device=device)
+            slots.append(child)
+
+    def _child(self, slot: int, token: int, drafted: Sequence[int]) -> int | None:
+        """The child of `slot` that carries `token`; siblings carry distinct ones."""
+        return next((child for child in self._children[slot] if drafted[child] == token), None)
 
     def tree_states(self, cache: SlotCache) -> Float[Tensor, "width hidden"]:
         """Hidden states of every slot of the filled-in tree, written behind the committed text."""

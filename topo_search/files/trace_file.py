@@ -29,7 +29,7 @@ from topo_search.files.documents import (
 )
 from topo_search.files.reading import naming, require_file
 from topo_search.files.tensors import safetensors_bytes
-from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity
+from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity, recorded
 from topo_search.trace import RankTrace, TracePrompt
 
 TRACE_SUFFIX = ".trace.safetensors"
@@ -71,7 +71,7 @@ def write_trace(path: Path, trace: RankTrace) -> None:
         "resolved_ranks": trace.resolved_ranks,
         "target": asdict(trace.target),
         "heads": asdict(trace.heads),
-        "rule": asdict(trace.rule),
+        "rule": recorded(trace.rule),
         "max_new_tokens": trace.max_new_tokens,
         "provenance": trace.provenance,
     }

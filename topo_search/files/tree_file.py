@@ -18,7 +18,7 @@ from topo_search.errors import InputError
 from topo_search.files.artefacts import ArtefactRef
 from topo_search.files.documents import Document, Length, Positive, published, read_document, shown, write_document
 from topo_search.files.reading import naming
-from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity
+from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity, recorded
 from topo_search.tree import Tree, canonical_key
 
 TREE_SUFFIX = ".tree.json"
@@ -137,7 +137,7 @@ def write_tree(path: Path, tree_file: TreeFile) -> None:
         "mask": {"ancestors": tree_file.tree.ancestors},
         "probabilities": tree_file.probabilities,
         "predicted": asdict(tree_file.predicted) if tree_file.predicted else None,
-        "made_from": asdict(tree_file.made_from) if tree_file.made_from else None,
+        "made_from": _origin(tree_file.made_from) if tree_file.made_from else None,
     }
     write_document(path, TreeDocument, fields, kind="tree")
 
@@ -171,6 +171,11 @@ def tree_schema() -> dict[str, Any]:
     """The JSON Schema 2020-12 of a tree file."""
     description = "A verification tree; rules between entries (prefixes, order, mask) are checked by the reader."
     return published(TreeDocument, kind="tree", description=description)
+
+
+def _origin(made_from: MadeFrom) -> dict[str, Any]:
+    rule = made_from.rule
+    return asdict(made_from) | {"rule": None if rule is None else recorded(rule)}
 
 
 def _check_sizes(nodes: Any) -> None:

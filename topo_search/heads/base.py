@@ -82,9 +82,16 @@ class DraftHeads(Protocol):
         ...
 
     def propose(
-        self, features: Float[Tensor, "batch hidden"], roots: Int[Tensor, " batch"], plan: TreePlan
+        self,
+        features: Float[Tensor, "batch hidden"],
+        roots: Int[Tensor, " batch"],
+        plan: TreePlan,
+        noise: Float[Tensor, "batch depth vocab"] | None = None,
     ) -> Int[Tensor, "batch nodes"]:
-        """Draft tokens of the plan's nodes, from what the heads read at the last committed token and the root."""
+        """Draft tokens of the plan's nodes, from what the heads read at the last committed token and the root.
+
+        `noise` is added to the scores of each depth before they are ranked.
+        """
         ...
 
     def path_scores(

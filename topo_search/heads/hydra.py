@@ -209,7 +209,11 @@ class HydraHeads:
         return PrefixContext(self.blocks.prefix, capacity, batch=batch, dtype=self.dtype, device=self.target.device)
 
     def propose(
-        self, features: Float[Tensor, "batch hidden"], roots: Int[Tensor, " batch"], plan: TreePlan
+        self,
+        features: Float[Tensor, "batch hidden"],
+        roots: Int[Tensor, " batch"],
+        plan: TreePlan,
+        noise: Float[Tensor, "batch depth vocab"] | None = None,
     ) -> Int[Tensor, "batch nodes"]:
         """See `DraftHeads`: one call per depth, over all expanded nodes of it."""
         tokens = roots.new_zeros(roots.shape[0], plan.verify_width)
@@ -219,7 +223,8 @@ class HydraHeads:
             path = self.target.embed(tokens[:, level.paths]).to(self.dtype)
             read = features[:, None].expand(-1, level.paths.shape[0], -1)
             handed = self.blocks.head(head, read, path)
-            lists = self.projection.top(handed.flatten(0, 1)[None], level.ranks, first_head=head)
+            shared = None if noise is None else noise[:, head].repeat_interleave(read.shape[1], dim=0)[None]
+            lists = self.projection.top(handed.flatten(0, 1)[None], level.ranks, first_head=head, noise=shared)
             lists = lists.view(roots.shape[0], -1, level.ranks)
             tokens[:, level.children] = lists[:, level.parent_rows, level.child_ranks]
         return tokens[:, 1:]

@@ -134,11 +134,16 @@ class MedusaHeads:
         return self.projection.scores(self._handed(features, heads))
 
     def propose(
-        self, features: Float[Tensor, "batch hidden"], roots: Int[Tensor, " batch"], plan: TreePlan
+        self,
+        features: Float[Tensor, "batch hidden"],
+        roots: Int[Tensor, " batch"],
+        plan: TreePlan,
+        noise: Float[Tensor, "batch depth vocab"] | None = None,
     ) -> Int[Tensor, "batch nodes"]:
         """See `DraftHeads`; the root is not read, Medusa's lists are blind to the path."""
         del roots
-        lists = self.projection.top(self._handed(features, plan.tree.depth), plan.ranks)
+        by_head = None if noise is None else noise.transpose(0, 1)
+        lists = self.projection.top(self._handed(features, plan.tree.depth), plan.ranks, noise=by_head)
         return lists[plan.depth_index, :, plan.rank_index].transpose(0, 1)
 
     def path_scores(

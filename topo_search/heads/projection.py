@@ -65,11 +65,30 @@ class Projection:
         return scores
 
     def top(
-        self, features: Float[Tensor, "heads rows hidden"], count: int, *, first_head: int = 0
+        self,
+        features: Float[Tensor, "heads rows hidden"],
+        count: int,
+        *,
+        first_head: int = 0,
+        noise: Float[Tensor, "heads rows vocab"] | None = None,
     ) -> Int[Tensor, "heads rows count"]:
-        """Target ids of the best `count` tokens of each row, best first, ties by lower id."""
-        columns = top_tokens(self.scores(features, first_head=first_head), count)
+        """Target ids of the best `count` tokens of each row, best first, ties by lower id.
+
+        `noise` is added to the scores of the ids it is for.
+        """
+        scores = self.scores(features, first_head=first_head)
+        if noise is not None:
+            scores = with_noise(scores, noise, self.token_map)
+        columns = top_tokens(scores, count)
         return columns if self.token_map is None else self.token_map[columns]
+
+
+def with_noise(
+    scores: Float[Tensor, "*rows columns"], noise: Float[Tensor, "*rows vocab"], token_map: Tensor | None
+) -> Float[Tensor, "*rows columns"]:
+    """Scores plus their tokens' noise, in float64 as the noise is: the order must not hang on rounding."""
+    shared = noise[..., : scores.shape[-1]] if token_map is None else noise[..., token_map]
+    return scores.double() + shared
 
 
 def shortlist_of(counts: Int[Tensor, " vocab"], size: int) -> Int[Tensor, " columns"]:
