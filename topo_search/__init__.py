@@ -10,10 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from topo_search.cost import LatencyTable
+    from topo_search.decode.batch import decode_batch
     from topo_search.decode.decoder import Decoded, TreeDecoder
+    from topo_search.decode.habits import TreeGenerator
     from topo_search.errors import CheckError, InputError, MismatchError, TopoSearchError
     from topo_search.files.tree_file import TreeFile, read_tree, write_tree
     from topo_search.heads import load_heads
+    from topo_search.identity import sampling_rule
     from topo_search.search.optimize import SearchResult, optimize
     from topo_search.stats import DecodeStats
     from topo_search.target import Target, load_target
@@ -34,10 +37,13 @@ _HOME = {
     "Tree": "tree",
     "TreeDecoder": "decode.decoder",
     "TreeFile": "files.tree_file",
+    "TreeGenerator": "decode.habits",
+    "decode_batch": "decode.batch",
     "load_heads": "heads",
     "load_target": "target",
     "optimize": "search.optimize",
     "read_tree": "files.tree_file",
+    "sampling_rule": "identity",
     "write_tree": "files.tree_file",
 }
 
@@ -55,10 +61,13 @@ __all__ = [
     "Tree",
     "TreeDecoder",
     "TreeFile",
+    "TreeGenerator",
+    "decode_batch",
     "load_heads",
     "load_target",
     "optimize",
     "read_tree",
+    "sampling_rule",
     "write_tree",
 ]
 

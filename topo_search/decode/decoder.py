@@ -120,7 +120,7 @@ class TreeDecoder:
             CheckError: the target's logits are not finite.
         """
         prompt = single_prompt(prompt)
-        sampler = self._sampler(prompt, max_new_tokens, settings)
+        sampler = self.sampler(prompt, max_new_tokens, settings)
         assert sampler.ending is not None
         tokens: list[int] = []
         accepted: list[int] = []
@@ -143,7 +143,7 @@ class TreeDecoder:
     def stream(self, prompt: Prompt, *, max_new_tokens: int, **settings: Unpack[DecodeSettings]) -> Iterator[list[int]]:
         """Yield the tokens of the prefill (one), then those of every step; see `generate`."""
         prompt = single_prompt(prompt)
-        yield from self._emit(prompt, self._sampler(prompt, max_new_tokens, settings))
+        yield from self._emit(prompt, self.sampler(prompt, max_new_tokens, settings))
 
     def _emit(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[list[int]]:
         assert sampler.ending is not None
@@ -160,6 +160,29 @@ class TreeDecoder:
                 step = self._step_at(state.cache.length)
                 step.draft(state)
                 emitted = step.verify(state).tolist()
+
+    def sampler(self, prompt: Sequence[int], max_new_tokens: int, settings: DecodeSettings) -> Sampler:
+        """How the answer's tokens are chosen and what ends it; everything asked for is checked here.
+
+        Raises:
+            InputError: see `generate`.
+        """
+        _require_prompt(prompt, self.target)
+        if max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1 token.")
+        ids, strings = settings.get("eos_token_ids"), tuple(settings.get("stop_strings", ()))
+        return Sampler(
+            rule=settings.get("rule", GREEDY),
+            request=settings.get("request", 0),
+            processors=path_safe(settings.get("processors")),
+            ending=Ending(
+                prompt_tokens=len(prompt),
+                max_new_tokens=max_new_tokens,
+                position_limit=self.target.position_limit,
+                eos_token_ids=frozenset(self.target.eos_token_ids if ids is None else ids),
+                stops=StopStrings(strings=strings, tokenizer=self.target.tokenizer) if strings else None,
+            ),
+        )
 
     def buffers(self) -> list[torch.Tensor]:
         """Every buffer that lives across steps: cache, masks, indices and step inputs."""
@@ -224,25 +247,6 @@ class TreeDecoder:
         limit = self.target.position_limit
         return max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
 
-    def _sampler(self, prompt: Sequence[int], max_new_tokens: int, settings: DecodeSettings) -> Sampler:
-        """How the answer's tokens are chosen and what ends it; everything asked for is checked here."""
-        _require_prompt(prompt, self.target)
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1 token.")
-        ids, strings = settings.get("eos_token_ids"), tuple(settings.get("stop_strings", ()))
-        return Sampler(
-            rule=settings.get("rule", GREEDY),
-            request=settings.get("request", 0),
-            processors=path_safe(settings.get("processors")),
-            ending=Ending(
-                prompt_tokens=len(prompt),
-                max_new_tokens=max_new_tokens,
-                position_limit=self.target.position_limit,
-                eos_token_ids=frozenset(self.target.eos_token_ids if ids is None else ids),
-                stops=StopStrings(strings=strings, tokenizer=self.target.tokenizer) if strings else None,
-            ),
-        )
-
 
 def require_depth(tree: Tree, heads: DraftHeads | None) -> None:
     """Refuse a tree that the heads cannot draft, before any device work.
@@ -263,7 +267,7 @@ def single_prompt(input_ids: Prompt) -> Sequence[int]:
     """The token ids of one prompt, taken out of a `[1, tokens]` or `[tokens]` tensor where it is one.
 
     Raises:
-        InputError: more than one prompt was passed; batches are not supported.
+        InputError: more than one prompt was passed.
     """
     if not isinstance(input_ids, torch.Tensor):
         return input_ids
@@ -271,7 +275,8 @@ def single_prompt(input_ids: Prompt) -> Sequence[int]:
         input_ids = input_ids[0]
     if input_ids.ndim != 1:
         raise InputError(
-            f"Tree decoding takes one prompt at a time (batch 1 only), not shape {tuple(input_ids.shape)}."
+            f"A decoder takes one prompt at a time (batch 1 only), not shape {tuple(input_ids.shape)}; decode_batch "
+            "takes several."
         )
     ids: list[int] = input_ids.tolist()
     return ids
@@ -281,7 +286,7 @@ def _require_prompt(prompt: Sequence[int], target: Target) -> None:
     if not len(prompt):
         raise InputError("The prompt has no token.")
     if any(isinstance(token, Sequence) for token in prompt):
-        raise InputError("Tree decoding takes one prompt at a time (batch 1 only); call generate once per prompt.")
+        raise InputError("A decoder takes one prompt at a time (batch 1 only); decode_batch takes several.")
     limit = target.position_limit
     if limit is not None and len(prompt) >= limit:
         raise InputError(f"The prompt has {len(prompt)} tokens, but the target's context is {limit}; shorten it.")

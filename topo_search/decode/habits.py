@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from topo_search.decode.batch import decode_batch
 from topo_search.decode.decoder import TreeDecoder
 from topo_search.errors import InputError
 from topo_search.identity import GREEDY, RuleIdentity, sampling_rule
@@ -107,10 +108,11 @@ class TreeGenerator:
         ends = self.decoder.target.eos_token_ids
         if eos_token_id is not None:
             ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
-        answers = []
-        for request, prompt in enumerate(prompts):
-            steps = self.decoder.stream(prompt, max_new_tokens=cap, eos_token_ids=ends, request=request, **settings)
-            answers.append(_streamed(steps, prompt, streamer))
+        settings |= {"max_new_tokens": cap, "eos_token_ids": ends}
+        if len(prompts) == 1:
+            answers = [_streamed(self.decoder.stream(prompts[0], **settings), prompts[0], streamer)]
+        else:
+            answers = [list(answer.tokens) for answer in decode_batch(self.decoder, prompts, **settings)]
         pad = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
         return torch.cat([input_ids, _padded(answers, pad).to(input_ids.device)], dim=1)
 

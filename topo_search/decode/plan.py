@@ -45,6 +45,7 @@ class TreePlan:
         depth_index: `[nodes]`, depth - 1 of each node: which draft head proposes it.
         rank_index: `[nodes]`, rank of each node in its head's list.
         parents: `[nodes]`, parent slot of each node.
+        children: per slot, the slots of its children.
         offsets: `[1, width]`, depth of each slot: its position relative to the root's.
         visible: `[width, width]`, True where a slot sees another.
         levels: the expanded nodes of each depth from the root's, 0, on.
@@ -58,6 +59,7 @@ class TreePlan:
     depth_index: Int[Tensor, " nodes"]
     rank_index: Int[Tensor, " nodes"]
     parents: Int[Tensor, " nodes"]
+    children: tuple[tuple[int, ...], ...]
     offsets: Int[Tensor, "1 width"]
     visible: Bool[Tensor, "width width"]
     levels: tuple[TreeLevel, ...]
@@ -74,6 +76,20 @@ class TreePlan:
         """The additive mask over `length` committed tokens and the tree: a view, no copy."""
         mask = self.window_mask if windowed and self.window_mask is not None else self.full_mask
         return mask[None, None, :, self.capacity - length :]
+
+    def masks_at(
+        self, lengths: Int[Tensor, " batch"], *, windowed: bool = False
+    ) -> Float[Tensor, "batch 1 width seen"]:
+        """Masks of rows with committed lengths of their own, each row's tree right behind its text.
+
+        Columns behind a row's tree hold what longer rows wrote, and are hidden.
+        """
+        mask = self.window_mask if windowed and self.window_mask is not None else self.full_mask
+        seen = int(lengths.max()) + self.verify_width
+        columns = torch.arange(seen, device=mask.device) - lengths[:, None] + self.capacity
+        behind = columns >= mask.shape[1]
+        rows = mask[:, columns.clamp(max=mask.shape[1] - 1)].transpose(0, 1)
+        return rows.masked_fill(behind[:, None], torch.finfo(mask.dtype).min)[:, None]
 
 
 def plan_tree(tree: Tree, *, capacity: int, window: int | None, dtype: torch.dtype, device: torch.device) -> TreePlan:
@@ -93,6 +109,7 @@ def plan_tree(tree: Tree, *, capacity: int, window: int | None, dtype: torch.dty
         depth_index=depths[1:] - 1,
         rank_index=torch.tensor([path[-1] for path in tree.paths], dtype=torch.long, device=device),
         parents=torch.from_numpy(tree.parents[1:]).to(device),
+        children=_children(tree),
         offsets=depths[None, :],
         visible=visible,
         levels=tuple(_level(tree, depth, device) for depth in range(tree.depth)),
@@ -100,6 +117,13 @@ def plan_tree(tree: Tree, *, capacity: int, window: int | None, dtype: torch.dty
         full_mask=_additive(full, dtype),
         window_mask=windowed,
     )
+
+
+def _children(tree: Tree) -> tuple[tuple[int, ...], ...]:
+    found: list[list[int]] = [[] for _ in range(tree.verify_width)]
+    for slot, parent in enumerate(tree.parents.tolist()[1:], start=1):
+        found[parent].append(slot)
+    return tuple(tuple(slots) for slots in found)
 
 
 def _level(tree: Tree, depth: int, device: torch.device) -> TreeLevel:

@@ -5,7 +5,6 @@ The step that is timed is the step that serves: `measure` calls the same two hal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +29,7 @@ class DecodeState:
         cache: the committed text's keys and values.
         context: what the heads keep of the committed text before `fresh`, or None where no head drafts.
         sampler: how this sequence's tokens are chosen.
-        text: the whole sequence up to the root; kept up to date where the sampler reads it.
+        text: the whole sequence up to the root.
     """
 
     root: Int[Tensor, " one"]
@@ -48,9 +47,6 @@ class TreeStep:
         self.target, self.heads, self.plan = target, heads, plan
         self.input_ids = torch.zeros(1, plan.verify_width, dtype=torch.long, device=target.device)
         self.positions = torch.zeros(1, plan.verify_width, dtype=torch.long, device=target.device)
-        self._children: list[list[int]] = [[] for _ in range(plan.verify_width)]
-        for slot, parent in enumerate(plan.tree.parents.tolist()[1:], start=1):
-            self._children[parent].append(slot)
 
     def draft(self, state: DecodeState) -> None:
         """Fill the step's input: the root and the drafted tokens. Plain decoding runs no head."""
@@ -74,38 +70,11 @@ class TreeStep:
         """
         hidden = self.tree_states(state.cache)
         scores = self.target.scores(hidden)
-        if state.sampler.needs_text:
-            slots, root = self._walk(scores, state)
-        else:
-            choices = best_token(scores)
-            slots = accepted_slots(self.input_ids[0], choices, self.plan)
-            root = choices[slots[-1], None]
-            chosen = scores[slots].gather(1, choices[slots, None])[:, 0]
-            require_finite(chosen, self.positions[0, slots] + 1)
+        slots, root = accepted_path(scores, self.input_ids[0], self.plan, state.sampler, state.text)
         emitted = torch.cat([self.input_ids[0, slots[1:]], root])
         state.cache.keep(slots)
         state.root, state.fresh = root, hidden[slots]
         return emitted
-
-    def _walk(self, scores: Float[Tensor, "width vocab"], state: DecodeState) -> tuple[Tensor, Tensor]:
-        """Accepted slots and the token after them, chosen node by node.
-
-        Only nodes on the path are asked, each once and after the very text that plain decoding would have there: a
-        step costs one draw per emitted token, and logits processors see the calls of plain decoding.
-        """
-        drafted, slots = self.input_ids[0].tolist(), [0]
-        while True:
-            token = state.sampler.next_token(scores[slots[-1]], state.text)
-            state.text.append(token)
-            child = None if state.sampler.is_over(state.text) else self._child(slots[-1], token, drafted)
-            if child is None:
-                device = self.input_ids.device
-                return torch.tensor(slots, device=device), torch.tensor([token], device=device)
-            slots.append(child)
-
-    def _child(self, slot: int, token: int, drafted: Sequence[int]) -> int | None:
-        """The child of `slot` that carries `token`; siblings carry distinct ones."""
-        return next((child for child in self._children[slot] if drafted[child] == token), None)
 
     def tree_states(self, cache: SlotCache) -> Float[Tensor, "width hidden"]:
         """Hidden states of every slot of the filled-in tree, written behind the committed text."""
@@ -120,6 +89,54 @@ class TreeStep:
         if self.target.mixes_layer_types:
             return {"full_attention": full, "sliding_attention": windowed}
         return windowed
+
+
+def accepted_path(
+    scores: Float[Tensor, "width vocab"],
+    tokens: Int[Tensor, " width"],
+    plan: TreePlan,
+    sampler: Sampler,
+    text: list[int],
+) -> tuple[Int[Tensor, " path"], Int[Tensor, " one"]]:
+    """Slots of the longest accepted path of one sequence, and the target's own token after it.
+
+    `text` is the sequence up to the root; the emitted tokens are appended.
+
+    Raises:
+        CheckError: the scores on the path are not finite.
+    """
+    if sampler.needs_text:
+        return _walk(scores, tokens, plan, sampler, text)
+    choices = best_token(scores)
+    slots = accepted_slots(tokens, choices, plan)
+    chosen = choices[slots]
+    positions = len(text) + torch.arange(len(slots), device=slots.device)
+    require_finite(scores[slots].gather(1, chosen[:, None])[:, 0], positions)
+    text += chosen.tolist()
+    return slots, chosen[-1:]
+
+
+def _walk(
+    scores: Float[Tensor, "width vocab"],
+    tokens: Int[Tensor, " width"],
+    plan: TreePlan,
+    sampler: Sampler,
+    text: list[int],
+) -> tuple[Int[Tensor, " path"], Int[Tensor, " one"]]:
+    """The same, chosen node by node.
+
+    Only nodes on the path are asked, each once and after the very text that plain decoding would have there: a step
+    costs one draw per emitted token, and logits processors see the calls of plain decoding.
+    """
+    drafted, slots = tokens.tolist(), [0]
+    while True:
+        token = sampler.next_token(scores[slots[-1]], text)
+        text.append(token)
+        below = () if sampler.is_over(text) else plan.children[slots[-1]]
+        child = next((child for child in below if drafted[child] == token), None)  # siblings carry distinct tokens
+        if child is None:
+            return torch.tensor(slots, device=tokens.device), torch.tensor([token], device=tokens.device)
+        slots.append(child)
 
 
 def accepted_slots(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 
 from topo_search.decode.cache import SlotCache
 from topo_search.identity import TargetIdentity
@@ -109,7 +110,7 @@ class Target:
         self,
         input_ids: Int[Tensor, "batch width"],
         *,
-        cache: SlotCache | None = None,
+        cache: Cache | None = None,
         position_ids: Int[Tensor, "batch width"] | None = None,
         attention_mask: Any = None,
     ) -> Float[Tensor, "batch width hidden"]:

@@ -1,0 +1,230 @@
+"""Several prompts decoded together with one tree: each row has its own accepted length and its own end.
+
+Every row's text is what it is alone: its noise belongs to its sequence, its mask to its length. A row that ends is
+dropped from the batch, so it costs nothing more. Prompts of different lengths start at slot 0 and are padded behind,
+where causal attention does not look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Unpack
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from topo_search.decode.decoder import Decoded, DecodeSettings, Prompt, TreeDecoder, single_prompt
+from topo_search.decode.plan import TreePlan, plan_tree
+from topo_search.decode.rows import RowCache
+from topo_search.decode.sampling import Sampler, candidate_noise
+from topo_search.decode.step import accepted_path
+from topo_search.errors import InputError
+from topo_search.heads.base import DraftContext
+from topo_search.target.adapter import Target
+
+
+def decode_batch(
+    decoder: TreeDecoder,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int,
+    requests: Sequence[int] | None = None,
+    **settings: Unpack[DecodeSettings],
+) -> list[Decoded]:
+    """The answers to several prompts, in their order, each that of `decoder.generate` alone.
+
+    Args:
+        decoder: its target, heads and tree serve all rows.
+        prompts: token ids of each, of any lengths.
+        max_new_tokens: exact cap of every answer, at least 1.
+        requests: number of each row's sequence, its index by default; a row's slot in the batch plays no part.
+        **settings: of every row; see `DecodeSettings`, without `request`.
+
+    Raises:
+        InputError: there is no prompt, one cannot be decoded, the numbers are not one per prompt, or a logits processor
+            may keep a state that rows would share.
+        CheckError: the target's logits are not finite.
+    """
+    numbers = list(range(len(prompts))) if requests is None else list(requests)
+    if not prompts or len(numbers) != len(prompts):
+        raise InputError(
+            f"There are {len(prompts)} prompts and {len(numbers)} requests; give at least 1, one for each."
+        )
+    _require_stateless(settings)
+    texts = [list(single_prompt(prompt)) for prompt in prompts]
+    rows = [
+        _Row(index=index, text=text, sampler=decoder.sampler(text, max_new_tokens, {**settings, "request": number}))
+        for index, (text, number) in enumerate(zip(texts, numbers, strict=True))
+    ]
+    with torch.inference_mode():
+        batch = _Batch.start(decoder, rows, max_new_tokens)
+        while batch.rows:
+            batch.step()
+    return [row.decoded() for row in rows]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Row:
+    """One sequence of the batch.
+
+    Attributes:
+        index: of its prompt.
+        text: prompt and answer so far, the root last.
+        sampler: how its tokens are chosen and what ends it.
+        fresh: `[count, hidden]`, states committed since the heads last drafted.
+        context: what the heads keep of its committed text.
+        accepted: drafted tokens of every step.
+        prefill_ms, total_ms: until its first and its last token.
+    """
+
+    index: int
+    text: list[int]
+    sampler: Sampler
+    fresh: Tensor | None = None
+    context: DraftContext | None = None
+    accepted: list[int] = field(default_factory=list)
+    prefill_ms: float = 0.0
+    total_ms: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its answer has ended."""
+        return self.sampler.is_over(self.text)
+
+    def cut(self, start: int) -> None:
+        """Drop what was emitted from `start` on beyond the token that ends the answer."""
+        for end in range(start + 1, len(self.text)):
+            if self.sampler.is_over(self.text[:end]):
+                del self.text[end:]
+                return
+
+    def decoded(self) -> Decoded:
+        """Its answer."""
+        assert self.sampler.ending is not None
+        return Decoded(
+            tokens=tuple(self.text[self.sampler.ending.prompt_tokens :]),
+            end=self.sampler.ending.reason(self.text) or "",
+            accepted=tuple(self.accepted),
+            prefill_ms=self.prefill_ms,
+            decode_ms=self.total_ms - self.prefill_ms,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Batch:
+    """The rows still being written, and their shared cache in the same order."""
+
+    decoder: TreeDecoder
+    target: Target
+    plan: TreePlan
+    cache: RowCache
+    rows: list[_Row]
+    clock: float
+
+    @classmethod
+    def start(cls, decoder: TreeDecoder, rows: Sequence[_Row], max_new_tokens: int) -> _Batch:
+        """Prefill all prompts and choose every row's first token."""
+        target, clock = decoder.target, time.perf_counter()
+        limit = target.position_limit
+        longest = max(len(row.text) for row in rows)
+        capacity = longest + max_new_tokens if limit is None else min(longest + max_new_tokens, limit)
+        batch = cls(
+            decoder=decoder,
+            target=target,
+            plan=plan_tree(
+                decoder.tree, capacity=capacity, window=target.window, dtype=target.dtype, device=target.device
+            ),
+            cache=RowCache(target, batch=len(rows), capacity=capacity + decoder.tree.verify_width),
+            rows=list(rows),
+            clock=clock,
+        )
+        hidden = target.hidden_states(batch._padded(longest), cache=batch.cache)
+        batch.cache.commit([len(row.text) for row in rows])
+        for row, states in zip(rows, hidden, strict=True):
+            batch._begin(row, states[: len(row.text)], capacity)
+        batch._drop_ended()
+        return batch
+
+    def step(self) -> None:
+        """Draft, verify and commit one tree per row."""
+        tokens = self._drafted()
+        offsets = self.plan.offsets + self.cache.lengths[:, None]
+        limit = self.target.position_limit
+        # A node beyond the last position is never accepted, but its position must exist.
+        positions = offsets if limit is None else offsets.clamp(max=limit - 1)
+        hidden = self.target.hidden_states(
+            tokens, cache=self.cache, position_ids=positions, attention_mask=self._mask()
+        )
+        scores = self.target.scores(hidden)
+        paths = []
+        for row, drafted, states, row_scores in zip(self.rows, tokens, hidden, scores, strict=True):
+            before = len(row.text)
+            slots, _ = accepted_path(row_scores, drafted, self.plan, row.sampler, row.text)
+            row.cut(before)
+            row.accepted.append(len(row.text) - before - 1)
+            row.fresh = states[slots]
+            paths.append(slots)
+        self.cache.keep(paths)
+        self._drop_ended()
+
+    def _begin(self, row: _Row, states: Float[Tensor, "prompt hidden"], capacity: int) -> None:
+        if self.decoder.heads is not None and self.plan.tree.paths:
+            row.context = self.decoder.heads.new_context(capacity + self.plan.tree.depth)
+            if len(states) > 1:
+                row.context.extend(states[None, :-1])
+        row.fresh = states[-1:]
+        row.text.append(row.sampler.next_token(self.target.scores(states[-1:])[0], row.text))
+        row.prefill_ms = row.total_ms = self._elapsed_ms()
+
+    def _drafted(self) -> Int[Tensor, "batch width"]:
+        """Roots and drafted tokens of every row."""
+        roots = torch.tensor([row.text[-1] for row in self.rows], device=self.target.device)
+        if not self.plan.tree.paths:
+            return roots[:, None]
+        features = []
+        for row in self.rows:
+            assert row.context is not None and row.fresh is not None
+            features.append(row.context.extend(row.fresh[None]))
+        heads = self.decoder.heads
+        assert heads is not None
+        return torch.cat([roots[:, None], heads.propose(torch.cat(features), roots, self.plan, self._noise())], dim=1)
+
+    def _noise(self) -> Float[Tensor, "batch depth vocab"] | None:
+        requests = torch.tensor([row.sampler.request for row in self.rows], device=self.target.device)
+        depth, vocab = self.plan.tree.depth, self.target.output_weight.shape[0]
+        return candidate_noise(self.rows[0].sampler.rule, requests, self.cache.lengths, depth=depth, vocab=vocab)
+
+    def _mask(self) -> Tensor | dict[str, Tensor]:
+        lengths = self.cache.lengths
+        windowed = self.plan.masks_at(lengths, windowed=True)
+        if self.target.mixes_layer_types:
+            return {"full_attention": self.plan.masks_at(lengths), "sliding_attention": windowed}
+        return windowed
+
+    def _padded(self, width: int) -> Int[Tensor, "batch width"]:
+        ids = [[*row.text, *[0] * (width - len(row.text))] for row in self.rows]
+        return torch.tensor(ids, device=self.target.device)
+
+    def _drop_ended(self) -> None:
+        going = [slot for slot, row in enumerate(self.rows) if not row.is_over]
+        for row in self.rows:
+            row.total_ms = self._elapsed_ms()
+        if len(going) < len(self.rows):
+            self.cache.keep_rows(going)
+            self.rows = [self.rows[slot] for slot in going]
+
+    def _elapsed_ms(self) -> float:
+        return 1000 * (time.perf_counter() - self.clock)
+
+
+def _require_stateless(settings: DecodeSettings) -> None:
+    """transformers' own processors read their arguments only; of others nothing is known."""
+    for processor in settings.get("processors", ()):
+        if not type(processor).__module__.startswith("transformers.generation"):
+            raise InputError(
+                f"Logits processor {type(processor).__name__} may keep a state that the rows of a batch would share; "
+                "decode its prompts one by one."
+            )
