@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from jaxtyping import Int
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
@@ -81,7 +80,7 @@ class RowCache(Cache):
         """Keep the first `counts[row]` tokens that the last forward pass wrote in each row: nothing moves."""
         self._advance(counts)
 
-    def keep(self, paths: Sequence[Int[Tensor, " path"]]) -> None:
+    def keep(self, paths: Sequence[Tensor]) -> None:
         """Keep each row's written tokens at its slots (ascending, relative to its length) and close their gaps."""
         for row, slots in enumerate(paths):
             start = int(self.lengths[row])
