@@ -20,6 +20,7 @@ import numpy as np
 
 from topo_search.answers import answer_batch
 from topo_search.calibrate import EncodedPrompt, empty_trace, encode_prompts, trace_of_answers
+from topo_search.cli.inputs import evenly
 from topo_search.files.prompts import packaged_prompts
 from topo_search.files.tree_file import read_tree
 from topo_search.heads import DraftHeads, load_heads
@@ -39,7 +40,7 @@ def main() -> None:
     cap, rows = options.max_new_tokens, []
     splits = {
         split: encode_prompts(
-            target, packaged_prompts(workload=None, split=split)[: options.num_prompts], max_new_tokens=cap
+            target, evenly(packaged_prompts(workload=None, split=split), options.num_prompts), max_new_tokens=cap
         )
         for split in ("calibration", "evaluation")
     }

@@ -14,7 +14,7 @@ import torch
 
 from topo_search.answers import Answer
 from topo_search.calibrate import answer_features, true_paths
-from topo_search.decode.sampling import at_filter_edge, drawn_scores
+from topo_search.decode.sampling import draws_at_edges, drawn_scores
 from topo_search.heads.base import DraftHeads, column_of
 from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.target.adapter import Target
@@ -32,7 +32,7 @@ class Divergence:
         expected, found: the tokens there; null where one text has ended.
         gap: difference of the target's two best scores there, in logits: with noise where tokens are drawn.
         near_tie: whether the gap is below `NEAR_TIE`, which explains two tokens, never a text that goes on or ends.
-        filter_edge: whether a filter's border lies so near a token that the same flip takes it in or out.
+        filter_edge: whether a filter's border lies so near a token that rounding decides between the two tokens.
     """
 
     prompt: str
@@ -76,6 +76,7 @@ def divergence(
     with torch.inference_mode():
         scores = target.scores(target.hidden_states(ids)[0, -1:])
         best = torch.topk(drawn_scores(scores, rule, positions=place, requests=sequence)[0], 2).values
+        edges = draws_at_edges(scores, rule, position=place, request=sequence)
     gap = float(best[0] - best[1]) * (rule.temperature or 1.0)
     two_tokens = position < min(len(expected), len(found))
     return Divergence(
@@ -85,7 +86,7 @@ def divergence(
         found=found[position] if position < len(found) else None,
         gap=gap,
         near_tie=gap < NEAR_TIE and two_tokens,
-        filter_edge=two_tokens and at_filter_edge(scores[0], rule),
+        filter_edge=two_tokens and {expected[position], found[position]} <= edges,
     )
 
 

@@ -20,6 +20,7 @@ from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.decode.plan import TreePlan
 from topo_search.errors import CheckError, InputError
 from topo_search.heads.medusa import MedusaHeads
+from topo_search.identity import sampling_rule
 from topo_search.replay import replay
 from topo_search.target import Target
 from topo_search.trace import RankTrace
@@ -112,8 +113,8 @@ def test_the_forecast_is_the_replay_of_the_calibration_trace() -> None:
 class Misfed(MedusaHeads):
     """Heads that, in the decoder only, read a hidden state other than the last committed token's."""
 
-    def propose(self, state: Tensor, root: Tensor, plan: TreePlan) -> Tensor:
-        return super().propose(state.flip(0), root, plan)
+    def propose(self, features: Tensor, roots: Tensor, plan: TreePlan, *noise: Any) -> Tensor:
+        return super().propose(features.flip(-1), roots, plan, *noise)
 
 
 def test_heads_fed_a_wrong_state_in_the_decoder_are_a_failure() -> None:
@@ -132,8 +133,8 @@ def spoil_best_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the best tree's decoder write one wrong token in the middle of every answer."""
     real = TreeDecoder.generate
 
-    def generate(decoder: TreeDecoder, prompt: Sequence[int], *, max_new_tokens: int) -> Decoded:
-        answer = real(decoder, prompt, max_new_tokens=max_new_tokens)
+    def generate(decoder: TreeDecoder, prompt: Sequence[int], *, max_new_tokens: int, **settings: Any) -> Decoded:
+        answer = real(decoder, prompt, max_new_tokens=max_new_tokens, **settings)
         if decoder.tree != TREES["dense"] or max_new_tokens < CAP:
             return answer
         wrong = (answer.tokens[7] + 1) % 61
@@ -274,3 +275,17 @@ def test_the_reference_is_the_model_that_generates() -> None:
     result = raced(CONTENDERS[:2], reference=other)
     assert [found.text_equal for found in result.standings] == [True, False]
     assert any(line.startswith("plain: text of p0 differs at token") for line in result.failures)
+
+
+# Sampling
+
+
+def test_a_race_at_a_temperature_is_as_fair_as_a_greedy_one() -> None:
+    """`generate` draws with the noise of our draws, so its text is still the one that every tree must write."""
+    result = raced(rule=sampling_rule(temperature=0.8, top_p=0.95, seed=3))
+    assert result.failures == []
+    for found in result.standings:
+        assert found.text_equal
+        if found.name != "generate":
+            assert found.predicted_tokens_per_step == pytest.approx(found.tokens_per_step, abs=1e-12)
+    assert standing(result, "best tree").stats != standing(raced(), "best tree").stats

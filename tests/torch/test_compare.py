@@ -11,6 +11,9 @@ from models import NEW_TOKENS, PROMPTS, VOCAB, heads_of, plain_text, target_of
 from topo_search import compare
 from topo_search.answers import answer_batch
 from topo_search.compare import Divergence, divergence, first_difference, step_mismatch, teacher_forced
+from topo_search.decode.noise import gumbel_rows
+from topo_search.decode.sampling import draws_at_edges
+from topo_search.identity import sampling_rule
 from topo_search.reference import generate_plain
 
 TARGET, HEADS, PROMPT = target_of("llama"), heads_of("llama"), PROMPTS[0]
@@ -66,6 +69,42 @@ def test_only_a_gap_below_the_bound_is_a_near_tie(monkeypatch: pytest.MonkeyPatc
     assert found_divergence(TOKENS, changed(5)).near_tie
     monkeypatch.setattr(compare, "NEAR_TIE", point.gap * 0.99)
     assert not found_divergence(TOKENS, changed(5)).near_tie
+
+
+def test_the_gap_of_a_draw_is_in_logits_and_has_its_noise() -> None:
+    """MATH 2.3: the two best of score plus noise, times the temperature."""
+    rule = sampling_rule(temperature=0.5, seed=4)
+    drawn = generate_plain(TARGET, PROMPT, max_new_tokens=6, rule=rule, request=2).tokens
+    other = (*drawn[:3], (drawn[3] + 1) % VOCAB, *drawn[4:])
+    point = divergence(TARGET, "p", PROMPT, drawn, other, rule=rule, request=2)
+    assert point is not None
+    assert (point.position, point.expected, point.near_tie, point.filter_edge) == (3, drawn[3], False, False)
+    logits = TARGET.model(torch.tensor([[*PROMPT, *drawn[:3]]])).logits[0, -1].double()
+    place = torch.tensor([len(PROMPT) + 3])
+    noisy = (logits / 0.5 + gumbel_rows(4, torch.tensor([2]), place, VOCAB)[0]).sort(descending=True)
+    assert int(noisy.indices[0]) == drawn[3]
+    assert point.gap == pytest.approx(0.5 * float(noisy.values[0] - noisy.values[1]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("filters", "edge"),
+    [({"top_k": 2}, True), ({"top_k": 1}, False), ({"top_p": 0.9}, False), ({"top_k": 3}, False)],
+)
+def test_only_a_token_that_rounding_takes_in_or_out_is_at_an_edge(filters: dict[str, float], edge: bool) -> None:
+    """Scores 4, 1, 1 - 1e-7 and 0: between the second and the third the k-th place hangs on rounding."""
+    scores = torch.tensor([[4.0, 1.0, 1.0 - 1e-7, 0.0]], dtype=torch.float64)
+    found = {
+        len(
+            draws_at_edges(
+                scores,
+                sampling_rule(temperature=6.0, seed=seed, **filters),
+                position=torch.tensor([5]),
+                request=torch.tensor([0]),
+            )
+        )
+        for seed in range(40)
+    }
+    assert found == ({1, 2} if edge else {1})
 
 
 @pytest.mark.parametrize(("expected", "found"), [(TOKENS, TOKENS[:9]), (TOKENS[:9], TOKENS)])

@@ -103,16 +103,14 @@ def require_finite(scores: Float[Tensor, " rows"], positions: Int[Tensor, " rows
         )
 
 
-def at_filter_edge(scores: Float[Tensor, " vocab"], rule: RuleIdentity) -> bool:
-    """Whether rounding could take a token in or out of a filter: the filters' border moves with their settings."""
+def draws_at_edges(
+    scores: Float[Tensor, "1 vocab"], rule: RuleIdentity, *, position: Int[Tensor, " one"], request: Int[Tensor, " one"]
+) -> set[int]:
+    """Every token that is drawn when each filter's border moves by what rounding can move it: one, save at an edge."""
     if not rule.samples:
-        return False
-    survivors = [torch.isfinite(filtered(scores[None], other)) for other in (rule, *_neighbours(rule))]
-    tied_kth = False
-    if rule.top_k is not None and rule.top_k < scores.shape[-1]:
-        best = torch.topk(scores, rule.top_k + 1).values
-        tied_kth = bool(best[-2] - best[-1] < _EDGE)
-    return tied_kth or any(not torch.equal(survivors[0], other) for other in survivors[1:])
+        return {int(best_token(scores)[0])}
+    rules = [rule, *_neighbours(rule, scores[0] / rule.temperature)]
+    return {int(choose(scores, other, positions=position, requests=request)[0]) for other in rules}
 
 
 def candidate_noise(
@@ -178,14 +176,20 @@ class Sampler:
         return int(choose(row, self.rule, positions=place, requests=request))
 
 
-def _neighbours(rule: RuleIdentity) -> list[RuleIdentity]:
-    """The same rule with top-p and min-p moved by the rounding that they are exposed to."""
+def _neighbours(rule: RuleIdentity, scores: Float[Tensor, " vocab"]) -> list[RuleIdentity]:
+    """The same rule with each border moved by the rounding that it is exposed to."""
     found = []
     for shift in (-_EDGE, _EDGE):
         if rule.top_p is not None:
             found.append(replace(rule, top_p=min(max(rule.top_p + shift, _EDGE), 1.0)))
         if rule.min_p is not None:
-            found.append(replace(rule, min_p=min(max(rule.min_p * (1 + shift), 0.0), 1.0)))
+            found.append(replace(rule, min_p=min(rule.min_p * (1 + shift), 1.0)))
+    if rule.top_k is not None and rule.top_k < scores.shape[-1]:
+        best = torch.topk(scores, rule.top_k + 1).values
+        if best[-2] - best[-1] < _EDGE:
+            found.append(replace(rule, top_k=rule.top_k + 1))
+        if rule.top_k > 1 and best[-3] - best[-2] < _EDGE:
+            found.append(replace(rule, top_k=rule.top_k - 1))
     return found
 
 
