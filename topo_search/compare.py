@@ -14,7 +14,7 @@ import torch
 
 from topo_search.answers import Answer
 from topo_search.calibrate import answer_features, true_paths
-from topo_search.decode.sampling import draws_at_edges, drawn_scores
+from topo_search.decode.sampling import drawn_scores, draws_at_edges
 from topo_search.heads.base import DraftHeads, column_of
 from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.target.adapter import Target

@@ -109,8 +109,8 @@ def draws_at_edges(
     """Every token that is drawn when each filter's border moves by what rounding can move it: one, save at an edge."""
     if not rule.samples:
         return {int(best_token(scores)[0])}
-    rules = [rule, *_neighbours(rule, scores[0] / rule.temperature)]
-    return {int(choose(scores, other, positions=position, requests=request)[0]) for other in rules}
+    cases = [(scores, rule), *((scores, other) for other in _neighbours(rule)), *_swapped(scores, rule)]
+    return {int(choose(row, one, positions=position, requests=request)[0]) for row, one in cases}
 
 
 def candidate_noise(
@@ -176,21 +176,27 @@ class Sampler:
         return int(choose(row, self.rule, positions=place, requests=request))
 
 
-def _neighbours(rule: RuleIdentity, scores: Float[Tensor, " vocab"]) -> list[RuleIdentity]:
-    """The same rule with each border moved by the rounding that it is exposed to."""
+def _neighbours(rule: RuleIdentity) -> list[RuleIdentity]:
+    """The same rule with the borders of top-p and min-p moved by rounding."""
     found = []
     for shift in (-_EDGE, _EDGE):
         if rule.top_p is not None:
             found.append(replace(rule, top_p=min(max(rule.top_p + shift, _EDGE), 1.0)))
         if rule.min_p is not None:
             found.append(replace(rule, min_p=min(rule.min_p * (1 + shift), 1.0)))
-    if rule.top_k is not None and rule.top_k < scores.shape[-1]:
-        best = torch.topk(scores, rule.top_k + 1).values
-        if best[-2] - best[-1] < _EDGE:
-            found.append(replace(rule, top_k=rule.top_k + 1))
-        if rule.top_k > 1 and best[-3] - best[-2] < _EDGE:
-            found.append(replace(rule, top_k=rule.top_k - 1))
     return found
+
+
+def _swapped(scores: Float[Tensor, "1 vocab"], rule: RuleIdentity) -> list[tuple[Tensor, RuleIdentity]]:
+    """The case in which the k-th and the next score, if rounding can swap them, are swapped."""
+    if rule.top_k is None or rule.top_k >= scores.shape[-1]:
+        return []
+    best, ids = torch.topk(scores[0], rule.top_k + 1)
+    if (best[-2] - best[-1]) / rule.temperature >= _EDGE:
+        return []
+    swapped = scores.clone()
+    swapped[0, ids[-2:]] = best[-2:].flip(0)
+    return [(swapped, rule)]
 
 
 def _beyond_top_p(scores: Float[Tensor, "rows vocab"], top_p: float) -> Bool[Tensor, "rows vocab"]:
