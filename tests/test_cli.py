@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -238,6 +239,74 @@ def test_missing_models_are_named(run: Run, tmp_path: Path, tiny_folders: dict[s
     _refused(run("calibrate", "--target", "nowhere.gguf"), "nowhere.gguf")
     _refused(run("calibrate", "--target", tiny_folders["target"], "--heads", "./nowhere"), "./nowhere")
     _refused(run("calibrate", "--target", tiny_folders["target"], "--dtype", "int3"), "int3", "float32")
+
+
+def test_sampling_from_calibration_to_text(run: Run, model: list[object], prompts: Path, tmp_path: Path) -> None:
+    """A tree made at one temperature serves any seed there, and is refused elsewhere (FIELD-CASES 41)."""
+    drawn = ["--temperature", 0.7, "--top-k", 20]
+    rows = ["--prompts", prompts, "--max-new-tokens", 10]
+    code, _, err = run("calibrate", *model, *rows, *drawn, "--seed", 3, "--no-measure")
+    assert code == 0, err
+    trace = next(Path("calibration").glob("*_T0.7_seed3.trace.safetensors"))
+    _refused(
+        run("calibrate", *model, *rows, "--no-measure", "--out", trace), "cannot be continued", "temperature is 0.7"
+    )
+    code, _, err = run("optimize", "--trace", trace, "--objective", "tokens-per-step", "--budget", 4)
+    assert code == 0, err
+    asked = ["generate", "w1 w2", *model, "--max-new-tokens", 12]
+    code, first, err = run(*asked, *drawn, "--seed", 5)
+    assert code == 0, err
+    assert "tokens per step" in err
+    assert "tokens/s" in err
+    assert run(*asked, *drawn, "--seed", 5)[1] == first
+    assert run(*asked, *drawn, "--seed", 5, "--prune-depth", 0)[1] == first
+    _refused(run(*asked), "its rule", "temperature is 0.7", "--allow-mismatch")
+    _refused(run(*asked, "--temperature", 0.9, "--top-k", 20), "its rule", "temperature is 0.7, not 0.9")
+    race = ["bench", *model, *rows, "--repeats", 1, "--json", *drawn, "--seed", 1]
+    code, out, err = run(*race)
+    assert code == 0, err
+    assert all(row["text_equal"] for row in json.loads(out)["contenders"])
+
+
+@pytest.mark.parametrize("command", [["generate", "w1"], ["bench"], ["calibrate"]])
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        (["--temperature", -1], "temperature is -1"),
+        (["--temperature", 1, "--top-p", 1.5], "top_p is 1.5; it must be above 0 and at most 1"),
+        (["--temperature", 1, "--top-p", 0], "top_p is 0"),
+        (["--temperature", 1, "--top-k", -2], "top_k is -2"),
+        (["--temperature", 1, "--min-p", 2], "min_p is 2"),
+        (["--temperature", 1, "--seed", -1], "seed is -1"),
+    ],
+)
+def test_bad_sampling_settings(
+    run: Run, model: list[object], command: list[str], settings: list[Any], word: str
+) -> None:
+    _refused(run(*command, *model, *settings), word)
+
+
+def test_a_chat_answers_every_turn(
+    run: Run, calibrated: list[object], prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("optimize", "--budget", 4)
+    monkeypatch.setattr("sys.stdin", io.StringIO("w1 w2\nw3\n"))
+    code, out, err = run("generate", *calibrated, "--max-new-tokens", 6)
+    assert code == 0, err
+    assert out.count("you:") == 3
+    assert err.count("tokens per step") == 2
+    _refused(run("generate", *calibrated, "--raw"), "--raw continues a text")
+
+
+def test_stop_strings_end_the_answer(run: Run, calibrated: list[object]) -> None:
+    run("optimize", "--budget", 4)
+    code, out, err = run("generate", "w1 w2", *calibrated, "--max-new-tokens", 12)
+    assert code == 0, err
+    second = out.split()[1]
+    code, cut, err = run("generate", "w1 w2", *calibrated, "--max-new-tokens", 12, "--stop", second)
+    assert code == 0, err
+    end = next(index for index, word in enumerate(out.split()) if second in word)
+    assert cut.split() == out.split()[: end + 1]
 
 
 def test_optimize_and_help_load_no_torch(tmp_path: Path) -> None:
