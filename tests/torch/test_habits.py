@@ -65,6 +65,8 @@ def test_a_stop_string_ends_the_answer_inside_a_path(tree: str) -> None:
         free = plain_text("llama", prompt).tokens
         for length in (2, 5, 9):
             stop = ByteTokenizer().decode(free[length - 2 : length])
+            if "\N{REPLACEMENT CHARACTER}" in stop:
+                continue  # half a character is no text
             expected = next(n for n in range(NEW_TOKENS + 1) if stop in ByteTokenizer().decode(free[:n]))
             answer = decoder.generate(prompt, max_new_tokens=NEW_TOKENS, stop_strings=[stop])
             assert (answer.tokens, answer.end) == (free[:expected], "stop")
