@@ -1,9 +1,9 @@
 """Ten thousand decode steps with everything drawn at random: is the text ever another than plain decoding's?
 
 A tiny random model in float64, so that equality needs no tolerance. Each round draws a tree, prompts, a cap,
-end-of-text ids and a rule, and heads that are scripted: they place the true token at a drawn rank of each depth, or
-leave it out, so that every acceptance pattern occurs. Each answer is decoded alone and in a batch. Memory must stay
-flat.
+end-of-text ids and a rule, and heads that are scripted: in every step they draw one path of the tree and place the true
+tokens on it and nowhere else, so that every acceptance pattern occurs. Each answer is decoded alone and in a batch.
+Memory must stay flat.
 
     python benchmarks/soak.py --steps 10000 --seed 0
 """
@@ -66,16 +66,17 @@ class SoakResult:
 
 
 class ScriptedHeads:
-    """Heads that know the text: at every position and depth they place the true token at a drawn rank, or nowhere."""
+    """Heads that know the text: at every position they put the true tokens on one drawn path of the tree."""
 
     cost = DraftCost.PER_STEP
     path_local = True
     reads_prefix = False
     token_map = None
 
-    def __init__(self, texts: Sequence[Sequence[int]], seed: int) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], tree: Tree, seed: int) -> None:
         self.identity = HeadsIdentity(name="scripted", kind="medusa", fingerprint=str(seed), num_heads=DEPTH)
         self._texts, self._seed = [list(text) for text in texts], seed
+        self._paths: list[RankPath] = [(), *tree.paths]
 
     def new_context(self, capacity: int, *, batch: int = 1) -> _Position:
         """See `DraftHeads`; what the heads read is the number of committed tokens."""
@@ -102,15 +103,14 @@ class ScriptedHeads:
         """`[depth, rank]` candidates behind the root at `position`."""
         draw = random.Random(f"{self._seed} {position} {root}")
         texts = [text for text in self._texts if len(text) > position and text[position] == root]
-        text = draw.choice(texts) if texts else []
+        text, path = draw.choice(texts) if texts else [], draw.choice(self._paths)
         lists = []
         for depth in range(1, DEPTH + 1):
-            candidates = draw.sample(range(VOCAB), RANKS)
-            if position + depth < len(text) and draw.random() < 0.8:
-                true = text[position + depth]
-                candidates = [token for token in candidates if token != true]
-                candidates.insert(draw.randrange(2), true)
-            lists.append(candidates[:RANKS])
+            true = text[position + depth] if position + depth < len(text) else None
+            candidates = draw.sample([token for token in range(VOCAB) if token != true], RANKS)
+            if true is not None and depth <= len(path):
+                candidates[path[depth - 1]] = true
+            lists.append(candidates)
         return lists
 
 
@@ -184,7 +184,9 @@ def _one_round(draw: random.Random, target: Target, plain: TreeDecoder, result: 
     }
     expected = [plain.generate(p, request=r, **settings) for p, r in zip(prompts, requests, strict=True)]
     texts = [[*p, *answer.tokens] for p, answer in zip(prompts, expected, strict=True)]
-    decoder = TreeDecoder(target, ScriptedHeads(texts, draw.randrange(1 << 30)), tree, capacity=64, run_probe=False)
+    decoder = TreeDecoder(
+        target, ScriptedHeads(texts, tree, draw.randrange(1 << 30)), tree, capacity=64, run_probe=False
+    )
     alone = [decoder.generate(p, request=r, **settings) for p, r in zip(prompts, requests, strict=True)]
     together = decode_batch(decoder, prompts, requests=requests, **settings)
     for kind, answers in (("alone", alone), ("in a batch", together)):
@@ -222,12 +224,9 @@ def _rule(draw: random.Random) -> RuleIdentity:
 
 def _live_bytes() -> int:
     gc.collect()
-    storages = {
-        found.untyped_storage().data_ptr(): found.untyped_storage().nbytes()
-        for found in gc.get_objects()
-        if isinstance(found, Tensor)
-    }
-    return sum(storages.values())
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    storages = [tensor.untyped_storage() for tensor in found if tensor.layout == torch.strided]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def main() -> int:
