@@ -12,7 +12,7 @@ import typer
 from topo_search.cli import options
 
 if TYPE_CHECKING:
-    from topo_search.bench import Contender, RaceResult
+    from topo_search.bench import Contender, Course, RaceResult
     from topo_search.cost import LatencyTable
     from topo_search.heads.base import DraftHeads
     from topo_search.identity import RuleIdentity
@@ -52,45 +52,51 @@ def bench(
 
     Examples: topo-search bench | topo-search bench --num-prompts 8 --repeats 3 --json
     """
-    from topo_search.cli.inputs import chosen_prompts, load_draft_heads, load_model
-    from topo_search.errors import CheckError
-    from topo_search.identity import sampling_rule
-    from topo_search.report.console import note, progress
+    from topo_search.cli.inputs import chosen_prompts, chosen_rule, load_draft_heads, load_model
 
-    rule = sampling_rule(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
-    )
+    rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "tokenizer": tokenizer}
     model = load_model(target, **settings)
     draft_heads = load_draft_heads(heads, model)
 
-    from topo_search.bench import Course, race
+    from topo_search.bench import Course
     from topo_search.calibrate import encode_prompts
-    from topo_search.reference import neutralised
 
     contenders = _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch)
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
     calibration, table = _figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch)
     # generate runs the model as a transformers user would: without our packed weights.
     reference = load_model(target, **settings, pack=False) if model.packed else model
-    note(f"Both sides decode with {_settings(model, rule, max_new_tokens)}; ignored: {neutralised(model) or 'nothing'}")
+    course = Course(
+        target=model,
+        reference=reference,
+        heads=draft_heads,
+        prompts=encoded,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        rule=rule,
+        latency=table,
+        calibration=calibration,
+    )
+    _race(course, contenders, as_json=as_json)
+
+
+def _race(course: Course, contenders: list[Contender], *, as_json: bool) -> None:
+    """Run, report, and fail where a promise is broken.
+
+    Raises:
+        CheckError: a text or a count differs and rounding does not explain it.
+    """
+    from topo_search.bench import race
+    from topo_search.errors import CheckError
+    from topo_search.reference import neutralised
+    from topo_search.report.console import note, progress
+
+    settings = _settings(course.target, course.rule, course.max_new_tokens)
+    note(f"Both sides decode with {settings}; ignored: {neutralised(course.target) or 'nothing'}")
     with progress("Racing") as advance:
-        result = race(
-            Course(
-                target=model,
-                reference=reference,
-                heads=draft_heads,
-                prompts=encoded,
-                max_new_tokens=max_new_tokens,
-                repeats=repeats,
-                rule=rule,
-                latency=table,
-                calibration=calibration,
-            ),
-            contenders,
-            progress=lambda done, total: advance(done, total, "answers"),
-        )
+        result = race(course, contenders, progress=lambda done, total: advance(done, total, "answers"))
     _report(result, as_json=as_json)
     if result.failures:
         raise CheckError("The race broke a promise:\n  " + "\n  ".join(result.failures))

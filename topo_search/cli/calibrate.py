@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from topo_search.cli import options
 
 if TYPE_CHECKING:
-    from topo_search.calibrate import Calibration
+    from topo_search.calibrate import Calibration, EncodedPrompt
+    from topo_search.heads.base import DraftHeads
+    from topo_search.target import Target
 
 
 def calibrate(
@@ -41,15 +43,18 @@ def calibrate(
 
     Examples: topo-search calibrate | topo-search calibrate --prompts mine.jsonl --temperature 0.7 --seed 1
     """
-    from topo_search.cli.inputs import artefact_stem, chosen_prompts, load_draft_heads, load_model, output_file
-    from topo_search.files.trace_file import TRACE_SUFFIX
-    from topo_search.identity import sampling_rule
-    from topo_search.provenance import provenance
-    from topo_search.report.console import note, progress
-
-    rule = sampling_rule(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
+    from topo_search.cli.inputs import (
+        artefact_stem,
+        chosen_prompts,
+        chosen_rule,
+        load_draft_heads,
+        load_model,
+        output_file,
     )
+    from topo_search.files.trace_file import TRACE_SUFFIX
+    from topo_search.report.console import note
+
+    rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     drawn = (f"T{temperature:g}", f"seed{seed}") if rule.samples else ()
     stem = artefact_stem(target, heads, max_new_tokens, *drawn)
     path = output_file(out, stem, TRACE_SUFFIX)
@@ -59,24 +64,12 @@ def calibrate(
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
     draft_heads = load_draft_heads(heads, model)
 
-    from topo_search.calibrate import calibrate as run
     from topo_search.calibrate import encode_prompts
-    from topo_search.device import device_record
 
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
     note(f"Answering {len(encoded)} prompts, at most {max_new_tokens} tokens each ...")
-    with progress("Calibrating") as advance:
-        result = run(
-            model,
-            draft_heads,
-            encoded,
-            out=path,
-            max_new_tokens=max_new_tokens,
-            rule=rule,
-            batch_size=batch_size,
-            provenance=provenance() | {"device": device_record(model)["name"]},
-            progress=lambda done, total, rows: advance(done, total, f"prompts, {rows} positions"),
-        )
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "rule": rule, "batch_size": batch_size}
+    result = _recorded(model, draft_heads, encoded, path, settings)
     _report(result, vocabulary=model.known_ids)
     note(f"Wrote {path}")
     if not no_measure:
@@ -84,6 +77,27 @@ def calibrate(
 
         quick_measure(model, draft_heads, out=path.parent, target=target, heads=heads, seed=seed)
     note("Next: topo-search optimize --budget 64")
+
+
+def _recorded(
+    model: Target, heads: DraftHeads, prompts: list[EncodedPrompt], out: Path, settings: dict[str, Any]
+) -> Calibration:
+    """Calibrate behind a progress bar."""
+    from topo_search.calibrate import calibrate as run
+    from topo_search.device import device_record
+    from topo_search.provenance import provenance
+    from topo_search.report.console import progress
+
+    with progress("Calibrating") as advance:
+        return run(
+            model,
+            heads,
+            prompts,
+            out=out,
+            provenance=provenance() | {"device": device_record(model)["name"]},
+            progress=lambda done, total, rows: advance(done, total, f"prompts, {rows} positions"),
+            **settings,
+        )
 
 
 def _report(result: Calibration, *, vocabulary: int) -> None:

@@ -44,16 +44,13 @@ def generate(
     Examples: topo-search generate "Explain why the sky is blue." | topo-search generate --temperature 0.7 --seed 1
     """
     from topo_search.cli.decoding import fitting_tree
-    from topo_search.cli.inputs import load_draft_heads, load_model
+    from topo_search.cli.inputs import chosen_rule, load_draft_heads, load_model
     from topo_search.errors import InputError
-    from topo_search.identity import sampling_rule
     from topo_search.report.console import note, stdout
 
     if raw and prompt is None:
         raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
-    rule = sampling_rule(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
-    )
+    rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
     draft_heads = load_draft_heads(heads, model)
     shape = fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch, rule=rule).tree

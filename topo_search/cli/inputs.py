@@ -12,7 +12,7 @@ from topo_search.files.artefacts import newest
 from topo_search.files.latency_file import LATENCY_SUFFIX
 from topo_search.files.prompts import Prompt, packaged_prompts, read_prompts, select_prompts
 from topo_search.files.trace_file import TRACE_SUFFIX
-from topo_search.identity import differing_fields
+from topo_search.identity import RuleIdentity, differing_fields, sampling_rule
 from topo_search.report.console import note
 from topo_search.resources import packaged
 
@@ -74,6 +74,19 @@ def evenly(prompts: list[Prompt], count: int) -> list[Prompt]:
         seen[prompt.workload] = seen.get(prompt.workload, 0) + 1
     chosen = sorted(index for _, index in sorted(turns)[:count])
     return [prompts[index] for index in chosen]
+
+
+def chosen_rule(
+    temperature: float, top_k: int | None, top_p: float | None, min_p: float | None, noise_share: float, seed: int
+) -> RuleIdentity:
+    """The decoding rule that the options name.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+    return sampling_rule(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
+    )
 
 
 def output_file(out: Path | None, stem: str, suffix: str) -> Path:

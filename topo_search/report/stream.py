@@ -36,8 +36,9 @@ class TextPieces:
 
 
 def write_piece(console: Console, piece: str) -> None:
-    """Print a piece where the last one ended."""
-    console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+    """Write a piece where the last one ended, as it is: rich would expand its tabs."""
+    console.file.write(piece)
+    console.file.flush()
 
 
 def ask(console: Console) -> str | None:
