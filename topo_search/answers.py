@@ -151,7 +151,7 @@ class _Batch:
 
     def choose(self, hidden: Float[Tensor, "batch hidden"], rule: RuleIdentity) -> Int[Tensor, " batch"]:
         """The rule's next token of every row."""
-        scores = self.target.scores(hidden)
+        scores = self.target.logits(hidden)
         return choose_tokens(scores, rule, positions=self.positions, requests=self.requests)
 
     def keep_prompt_states(self, hidden: Float[Tensor, "batch width hidden"], prompts: Sequence[Sequence[int]]) -> None:

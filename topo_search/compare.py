@@ -74,7 +74,7 @@ def divergence(
     ids = torch.tensor([[*prompt, *expected[:position]]], device=target.device)
     place, sequence = (torch.tensor([number], device=target.device) for number in (ids.shape[1], request))
     with torch.inference_mode():
-        scores = target.scores(target.hidden_states(ids)[0, -1:])
+        scores = target.logits(target.hidden_states(ids)[0, -1:])
         best = torch.topk(drawn_scores(scores, rule, positions=place, requests=sequence)[0], 2).values
         edges = draws_at_edges(scores, rule, position=place, request=sequence)
     gap = float(best[0] - best[1]) * (rule.temperature or 1.0)

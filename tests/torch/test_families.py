@@ -62,6 +62,8 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "GPT-2": lambda: transformers.GPT2Config(vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=64, **ENDS),
     "GPT-NeoX": lambda: transformers.GPTNeoXConfig(**BLOCKS),
     "OLMo 2": lambda: transformers.Olmo2Config(**GROUPED),
+    "Cohere": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.25),
+    "Granite": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=4.0),
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "Mamba": (
@@ -172,6 +174,16 @@ def test_windows_are_passed() -> None:
         *("Qwen2, window", "Mistral", "Gemma 2", "Gemma 3", "Phi-3, window")
     }
     assert target_of("Qwen2, window").mixes_layer_types
+
+
+def test_a_model_whose_odds_are_not_known_is_decoded_greedily_only() -> None:
+    """A soft cap keeps the order of scores, so greedy text stands, but draws would follow another distribution."""
+    uncapped = replace(target_of("Gemma 2"), logit_cap=None)
+    decoder = TreeDecoder(uncapped, heads_of("Gemma 2"), TREES[0], capacity=64)
+    plain = generate_plain(uncapped, PROMPTS[0], max_new_tokens=CAP)
+    assert decoder.generate(PROMPTS[0], max_new_tokens=CAP).tokens == plain.tokens
+    with pytest.raises(InputError, match=r"Gemma 2 changes its output layer's scores .* decode greedily"):
+        decoder.generate(PROMPTS[0], max_new_tokens=CAP, rule=sampling_rule(temperature=0.8))
 
 
 def test_padded_vocabularies_and_several_ends_hold_for_every_rule() -> None:

@@ -158,7 +158,7 @@ class _Batch:
         hidden = self.target.hidden_states(
             tokens, cache=self.cache, position_ids=positions, attention_mask=self._mask()
         )
-        scores = self.target.scores(hidden)
+        scores = self.target.logits(hidden)
         paths = []
         for row, drafted, states, row_scores in zip(self.rows, tokens, hidden, scores, strict=True):
             before = len(row.text)
@@ -176,7 +176,7 @@ class _Batch:
             if len(states) > 1:
                 row.context.extend(states[None, :-1])
         row.fresh = states[-1:]
-        row.text.append(row.sampler.next_token(self.target.scores(states[-1:])[0], row.text))
+        row.text.append(row.sampler.next_token(self.target.logits(states[-1:])[0], row.text))
         row.prefill_ms = row.total_ms = self._elapsed_ms()
 
     def _drafted(self) -> Int[Tensor, "batch width"]:

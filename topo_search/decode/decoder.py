@@ -96,8 +96,7 @@ class TreeDecoder:
         run_probe: bool = True,
     ) -> None:
         require_depth(tree, heads)
-        if run_probe:
-            probe(target)
+        self._has_own_logits = probe(target) if run_probe else True
         self.target, self.heads, self.tree = target, heads, tree
         self._capacity = 0
         self._cache: SlotCache | None = None
@@ -170,11 +169,17 @@ class TreeDecoder:
         _require_prompt(prompt, self.target)
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1 token.")
+        rule, processors = settings.get("rule", GREEDY), path_safe(settings.get("processors"))
+        if (rule.samples or processors) and not self._has_own_logits:
+            raise InputError(
+                f"{self.target.identity.name} changes its output layer's scores in a way that keeps their order only, "
+                "so its draws cannot be reproduced; decode greedily and without logits processors."
+            )
         ids, strings = settings.get("eos_token_ids"), tuple(settings.get("stop_strings", ()))
         return Sampler(
-            rule=settings.get("rule", GREEDY),
+            rule=rule,
             request=settings.get("request", 0),
-            processors=path_safe(settings.get("processors")),
+            processors=processors,
             ending=Ending(
                 prompt_tokens=len(prompt),
                 max_new_tokens=max_new_tokens,
@@ -204,7 +209,7 @@ class TreeDecoder:
             self._context.rewind(0)
             if len(prompt) > 1:
                 self._context.extend(hidden[None, :-1])
-        token = sampler.next_token(self.target.scores(hidden[-1]), prompt)
+        token = sampler.next_token(self.target.logits(hidden[-1]), prompt)
         return DecodeState(
             root=torch.tensor([token], device=self.target.device),
             fresh=hidden[-1:],

@@ -26,8 +26,11 @@ _PROMPT_TOKENS = 12
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
 
 
-def probe(target: Target) -> None:
+def probe(target: Target) -> bool:
     """Check that tree attention is exact for `target`.
+
+    Returns:
+        Whether `target.logits` are the model's own in value too, which sampling needs; greedy text needs their order.
 
     Raises:
         CheckError: an unrelated node's logits moved, a node's logits are not those of its path, or the output layer
@@ -46,7 +49,7 @@ def probe(target: Target) -> None:
             raise CheckError(f"{target.identity.name} cannot take a 4-D tree mask: {error}") from error
     _require_isolated(scores, moved)
     _require_equal(scores, alone, target)
-    _require_own_choice(target, ids[:_PROMPT_TOKENS])
+    return _require_own_choice(target, ids[:_PROMPT_TOKENS])
 
 
 def _prompt_tokens(target: Target) -> int:
@@ -108,10 +111,15 @@ def _require_equal(scores: Float[Tensor, "width vocab"], alone: Float[Tensor, "w
         )
 
 
-def _require_own_choice(target: Target, ids: Int[Tensor, " prompt"]) -> None:
-    """Scale and soft caps after the output layer keep the order of its scores; anything else is refused."""
+def _require_own_choice(target: Target, ids: Int[Tensor, " prompt"]) -> bool:
+    """Scale and soft caps after the output layer keep the order of its scores; anything else is refused.
+
+    Returns:
+        Whether the values agree as well.
+    """
     with torch.inference_mode():
-        choices = target.choose(target.hidden_states(ids[None])[0])
+        hidden = target.hidden_states(ids[None])[0]
+        choices, own = target.choose(hidden), target.logits(hidden)[:, : target.known_ids]
         logits = target.model(input_ids=ids[None]).logits[0, :, : target.known_ids].float()
     behind = (logits.max(dim=-1).values - logits.gather(-1, choices[:, None])[:, 0]).max().item()
     if not behind <= _bound(logits, target):
@@ -119,6 +127,7 @@ def _require_own_choice(target: Target, ids: Int[Tensor, " prompt"]) -> None:
             f"{target.identity.name} ({target.model.config.model_type}) computes its logits otherwise than by its "  # type: ignore[union-attr]
             "output layer on the last hidden states; its text cannot be reproduced."
         )
+    return bool((own - logits).abs().max() <= _bound(logits, target))
 
 
 def _bound(scores: Tensor, target: Target) -> float:

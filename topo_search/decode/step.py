@@ -69,7 +69,7 @@ class TreeStep:
             The emitted tokens: the accepted drafted ones and the target's own choice after them.
         """
         hidden = self.tree_states(state.cache)
-        scores = self.target.scores(hidden)
+        scores = self.target.logits(hidden)
         slots, root = accepted_path(scores, self.input_ids[0], self.plan, state.sampler, state.text)
         emitted = torch.cat([self.input_ids[0, slots[1:]], root])
         state.cache.keep(slots)

@@ -36,6 +36,8 @@ class Target:
         kv_shape: (layers, key-value heads, head dimension) of the cache.
         packed: whether linear weights were packed for oneDNN.
         note: what a reader of latencies must know of how the weights are held, or None.
+        logit_scale: factor between the output layer and the model's own logits.
+        logit_cap: soft cap behind it, or None.
     """
 
     model: nn.Module
@@ -49,6 +51,8 @@ class Target:
     kv_shape: tuple[int, int, int]
     packed: bool = False
     note: str | None = None
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
     _cache_argument: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
@@ -131,7 +135,18 @@ class Target:
 
     def scores(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """Output-layer scores, compared in fp32 or better; ids that no tokenizer entry backs score -infinity."""
-        scores: Tensor = self.output_layer(hidden)
+        return self._comparable(self.output_layer(hidden))
+
+    def logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
+        """The model's own logits: `scores`, scaled and soft-capped as it does, which keeps their order but not odds."""
+        logits: Tensor = self.output_layer(hidden)
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        if self.logit_cap is not None:
+            logits = torch.tanh(logits / self.logit_cap) * self.logit_cap
+        return self._comparable(logits)
+
+    def _comparable(self, scores: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
         if scores.dtype not in (torch.float32, torch.float64):
             scores = scores.float()
         if self.known_ids < scores.shape[-1]:

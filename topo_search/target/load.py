@@ -85,6 +85,8 @@ def make_target(
         kv_shape=kv_shape,
         packed=packed,
         note=note,
+        logit_scale=_logit_scale(config),
+        logit_cap=getattr(config, "final_logit_softcapping", None),
     )
 
 
@@ -211,6 +213,13 @@ def _known_ids(config: Any, tokenizer: Any) -> int:
         return int(config.vocab_size)
     largest: int = max(tokenizer.get_vocab().values())
     return min(int(config.vocab_size), 1 + largest)
+
+
+def _logit_scale(config: Any) -> float:
+    """What the model multiplies its output layer's scores by (Cohere), or divides by (Granite)."""
+    factor, divisor = (getattr(config, name, None) for name in ("logit_scale", "logits_scaling"))
+    scale = float(factor) if isinstance(factor, int | float) and factor else 1.0
+    return scale / float(divisor) if isinstance(divisor, int | float) and divisor else scale
 
 
 def _position_limit(config: Any) -> int | None:
