@@ -195,7 +195,7 @@ class _Run:
     loss: HeadLoss
     model: nn.Module
     corpora: Sequence[Corpus]
-    usable: list[Int[Tensor, " texts"]]
+    usable: list[Int[Tensor, " _"]]
     recipe: Recipe
     num_heads: int
     optimizer: Any

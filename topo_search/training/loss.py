@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ from torch.nn import functional
 from topo_search.training.batches import IGNORED, Batch
 
 
+@runtime_checkable
 class DraftBlocks(Protocol):
     """The trainable part of a family of draft heads."""
 

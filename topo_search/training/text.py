@@ -86,7 +86,7 @@ class TrainingText:
         )
 
 
-def text_of(texts: Sequence[Int[Tensor, " tokens"]], prompt_lengths: Sequence[int]) -> TrainingText:
+def text_of(texts: Sequence[Int[Tensor, " _"]], prompt_lengths: Sequence[int]) -> TrainingText:
     """Texts of known prompt lengths."""
     lengths = torch.tensor([0, *(len(text) for text in texts)])
     return TrainingText(
