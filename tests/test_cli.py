@@ -126,6 +126,37 @@ def test_calibrating_again_continues(run: Run, calibrated: list[object], prompts
     assert (load_file(trace)["ranks"] == before).all()
 
 
+def test_heads_are_described_and_written_for_other_engines(run: Run, tiny_folders: dict[str, Path]) -> None:
+    about = [tiny_folders["heads"], "--target", tiny_folders["target"]]
+    code, out, err = run("heads", *about, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["kind"], found["shape"]["num_heads"], found["projection"]) == ("medusa", 3, "target")
+    assert found["num_parameters"] == 3 * (64 * 64 + 64)
+    assert found["share"] == found["num_parameters"] / found["target_parameters"]
+    assert found["record"]["base_model_name_or_path"] == "tiny"
+    code, out, err = run("heads", *about)
+    assert code == 0, err
+    assert "under 1.5 %" in out
+    for layout in ("medusa-a", "medusa-b"):
+        code, _, err = run("heads", *about, "--to", layout, "--out", layout)
+        assert code == 0, err
+        code, out, err = run("heads", layout, *about[1:], "--json")
+        assert json.loads(out)["layout"] == "Medusa A, B or C"
+        assert json.loads(out)["projection"] == ("own" if layout == "medusa-a" else "target")
+    _refused(run("heads", *about, "--to", "medusa-a"), "--to", "--out")
+    _refused(run("heads", *about, "--to", "eagle", "--out", "x"), "eagle", "medusa-a")
+    _refused(run("heads", "medusa-a", *about[1:], "--to", "medusa-b", "--out", "x"), "layout B", "--to medusa-a")
+
+
+def test_heads_run_in_a_precision_of_their_own(run: Run, model: list[object]) -> None:
+    tree = ["--tree", _tree(Path("chain.tree.json"), [[0], [0, 0]]), "--max-new-tokens", 4]
+    code, _, err = run("generate", "w1 w2", *model, *tree, "--heads-dtype", "bfloat16")
+    assert code == 0, err
+    assert "tokens per step" in err
+    _refused(run("generate", "w1", *model, "--heads-dtype", "int3"), "int3", "bfloat16")
+
+
 def test_training_writes_heads_that_calibrate(
     run: Run, tiny_folders: dict[str, Path], prompts: Path, tmp_path: Path
 ) -> None:

@@ -112,8 +112,8 @@ def test_the_forecast_is_the_replay_of_the_calibration_trace() -> None:
 class Misfed(MedusaHeads):
     """Heads that, in the decoder only, read a hidden state other than the last committed token's."""
 
-    def propose(self, state: Tensor, root: Tensor, plan: TreePlan) -> Tensor:
-        return super().propose(state.flip(0), root, plan)
+    def propose(self, features: Tensor, roots: Tensor, plan: TreePlan) -> Tensor:
+        return super().propose(features.flip(-1), roots, plan)
 
 
 def test_heads_fed_a_wrong_state_in_the_decoder_are_a_failure() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -190,9 +191,9 @@ def test_an_interrupted_run_continues_to_the_same_bytes(tmp_path: Path, monkeypa
     assert not out.exists()
     batches: list[int] = []
 
-    def spy(target: Target, prompts: Sequence[Sequence[int]], *, max_new_tokens: int) -> list[Answer]:
+    def spy(target: Target, prompts: Sequence[Sequence[int]], **settings: Any) -> list[Answer]:
         batches.append(len(prompts))
-        return answer_batch(target, prompts, max_new_tokens=max_new_tokens)
+        return answer_batch(target, prompts, **settings)
 
     monkeypatch.setattr(calibrate_module, "answer_batch", spy)
     calibrated(out, encoded(*PROMPTS))

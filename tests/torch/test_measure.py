@@ -123,9 +123,9 @@ def test_width_1_runs_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
     """MATH 4: plain decoding, which every figure is compared with, pays for no draft."""
     widths: Counter[int] = Counter()
 
-    def propose(heads: MedusaHeads, state: Tensor, root: Tensor, plan: Any) -> Tensor:
+    def propose(heads: MedusaHeads, features: Tensor, roots: Tensor, plan: Any) -> Tensor:
         widths[plan.verify_width] += 1
-        return REAL_PROPOSE(heads, state, root, plan)
+        return REAL_PROPOSE(heads, features, roots, plan)
 
     monkeypatch.setattr(MedusaHeads, "propose", propose)
     measured()

@@ -16,6 +16,7 @@ def generate(
     tree: Annotated[Path, typer.Option(help="A *.tree.json file.")] = options.TREES_FOLDER / "best-tree.tree.json",
     target: options.Target = "demo",
     heads: options.Heads = "demo-medusa",
+    heads_dtype: options.HeadsDtype = None,
     max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     prune_depth: Annotated[int | None, typer.Option(min=0, help="Leave out deeper nodes of the tree.")] = None,
@@ -39,7 +40,7 @@ def generate(
         id="prompt", workload="default", split=None, messages=None if raw else message, text=prompt if raw else None
     )
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
-    draft_heads = load_draft_heads(heads, model)
+    draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
     shape = fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch).tree
 
     from topo_search.calibrate import encode_prompts

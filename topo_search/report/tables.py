@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from topo_search.accuracy import SHOWN_RANKS, depth_accuracies
 from topo_search.cost import LatencyTable, Timing
@@ -14,8 +15,10 @@ from topo_search.trace import RankTrace
 
 if TYPE_CHECKING:
     from topo_search.bench import RaceResult
+    from topo_search.heads.checkpoints import HeadsDescription
 
 _UNKNOWN = "-"
+_CLAIMED_SHARE = "claimed for a 7B target: under 1.5 %"
 
 
 def accuracy_table(trace: RankTrace) -> Table:
@@ -100,6 +103,24 @@ def race_table(result: RaceResult) -> Table:
             _number(standing.predicted_tokens_per_s, 1),
             _text_verdict(standing.text_equal, [d.near_tie for d in standing.divergences]),
         )
+    return table
+
+
+def heads_table(found: HeadsDescription) -> Table:
+    """Draft heads: family, shape, size, training."""
+    table = Table(title=f"Draft heads {found.name}", show_header=False)
+    listed = "the whole vocabulary" if found.shortlist is None else f"a shortlist of {found.shortlist} tokens"
+    rows = {
+        "family": f"{found.kind}, stored as {found.layout} in {found.dtype}, fingerprint {found.fingerprint}",
+        **{key: str(value) for key, value in found.shape.items() if value is not None},
+        "projection": "one per head" if found.projection == "own" else "the target's output layer",
+        "drafts from": listed,
+        "parameters": f"{found.num_parameters:,}, {100 * found.share:.2f} % of the target's "
+        f"{found.target_parameters:,} ({_CLAIMED_SHARE})",
+        **{key: str(value) for key, value in found.record.items()},
+    }
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
     return table
 
 

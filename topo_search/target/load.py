@@ -51,7 +51,7 @@ def load_target(
     Raises:
         InputError: the model is missing, unreadable, not decoder-only, or cannot take a 4-D mask.
     """
-    torch_dtype, torch_device = _known_dtype(dtype), _usable_device(device)
+    torch_dtype, torch_device = known_dtype(dtype), _usable_device(device)
     if attention != "auto":
         _require_masked(attention)
     source, note = _resolve(spec)
@@ -101,6 +101,17 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
+def known_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        InputError: it is none of `DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
 def require_sane(model: nn.Module, tokenizer: Any, name: str) -> None:
     """Refuse weights that lost something on the way: their loss on plain text is near that of guessing.
 
@@ -117,12 +128,6 @@ def require_sane(model: nn.Module, tokenizer: Any, name: str) -> None:
             f"{name} predicts plain English no better than chance (loss {loss:.2f}, guessing gives {guess:.2f}): "
             "tensors were dropped or misread. Use another file of this model."
         )
-
-
-def _known_dtype(dtype: str) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
-    return DTYPES[dtype]
 
 
 def _usable_device(device: str) -> torch.device:
