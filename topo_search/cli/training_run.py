@@ -147,7 +147,11 @@ def agreement_of(model: Target, corpus: Corpus) -> float:
 
 def _accelerator(device: str) -> Accelerator | None:
     """Where `accelerate launch` started several processes."""
+    from topo_search.report.console import note
+
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if {"ACCELERATE_USE_CPU", "MASTER_PORT"} <= os.environ.keys():
+            note("Warning: accelerate launch --cpu starts one process only; several on CPUs need --multi_gpu instead.")
         return None
     from accelerate import Accelerator
 

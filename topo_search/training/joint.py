@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -392,11 +393,9 @@ def save_target(target: Target, folder: Path) -> None:
         if folder.exists():
             shutil.rmtree(folder)
         scratch.replace(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise InputError(
-            f"The new target cannot be written to {folder}: {error}. Free space and start again."
-        ) from None
+        raise InputError(f"The new target cannot be written to {folder} ({error}); start again to continue.") from None
 
 
 def _log_probs(target: Target, states: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows vocab"]:
