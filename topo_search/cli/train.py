@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -84,6 +85,7 @@ def hydra(
     arch: training_options.Arch = "mlp",
     sees: training_options.Sees = "path",
     blind_first: training_options.BlindFirst = False,
+    intermediate_size: training_options.IntermediateSize = None,
     own_projection: training_options.OwnProjection = False,
     shortlist: training_options.Shortlist = 0,
     epochs: training_options.Epochs = 4,
@@ -107,7 +109,7 @@ def hydra(
     Example: topo-search train hydra --target demo --text text --out my-heads
     """
     job = job_of(locals())
-    _run_hydra(job, num_layers, arch, sees, blind_first, own_projection, prefix_attention=False)
+    _run_hydra(job, num_layers, arch, sees, blind_first, own_projection, intermediate_size, prefix_attention=False)
 
 
 @app.command("hydra++")
@@ -124,6 +126,7 @@ def hydra_plus_plus(
     arch: training_options.Arch = "mlp",
     sees: training_options.Sees = "path",
     blind_first: training_options.BlindFirst = False,
+    intermediate_size: training_options.IntermediateSize = None,
     own_projection: training_options.OwnProjection = False,
     shortlist: training_options.Shortlist = 0,
     epochs: training_options.Epochs = 4,
@@ -147,16 +150,27 @@ def hydra_plus_plus(
     Example: topo-search train hydra++ --target demo --text text --out my-heads
     """
     job = job_of(locals())
-    _run_hydra(job, num_layers, arch, sees, blind_first, own_projection, prefix_attention=True)
+    _run_hydra(job, num_layers, arch, sees, blind_first, own_projection, intermediate_size, prefix_attention=True)
 
 
 def _run_hydra(
-    job: Job, num_layers: int, arch: Any, sees: Any, blind_first: bool, own: bool, *, prefix_attention: bool
+    job: Job,
+    num_layers: int,
+    arch: Any,
+    sees: Any,
+    blind_first: bool,
+    own: bool,
+    intermediate_size: int | None,
+    *,
+    prefix_attention: bool,
 ) -> None:
     from topo_search.heads.attention import LayerShape
     from topo_search.heads.hydra import HydraShape, untrained_hydra
 
     def blocks(model: Target, gain: float) -> nn.Module:
+        layer = LayerShape.of(model)
+        if intermediate_size is not None:
+            layer = replace(layer, intermediate_size=intermediate_size)
         shape: HydraShape = HydraShape(
             hidden=model.hidden_size,
             num_heads=job.num_heads,
@@ -165,7 +179,7 @@ def _run_hydra(
             sees=sees,
             root_in_first=not blind_first,
             prefix_attention=prefix_attention,
-            layer=LayerShape.of(model) if prefix_attention or sees == "fusion" else None,
+            layer=layer if prefix_attention or sees == "fusion" else None,
         )
         return untrained_hydra(model, shape, share_projection=not own, gain=gain)
 

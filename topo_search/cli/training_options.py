@@ -41,4 +41,7 @@ Sees = Annotated[
     Literal["path", "last", "fusion"],
     typer.Option(help="What a head sees of the path: all embeddings, the last one, or attention over them."),
 ]
+IntermediateSize = Annotated[
+    int | None, typer.Option(min=1, help="Feed-forward width of the attention layer; that of the target's by default.")
+]
 BlindFirst = Annotated[bool, typer.Option("--blind-first", help="Head 1 sees the hidden state alone, not the root.")]
