@@ -16,7 +16,7 @@ from process_training import FAMILIES, trained
 from safetensors.torch import load_file
 
 TESTS = Path(__file__).resolve().parent.parent
-# `--cpu` would start one process: accelerate knows several on CPUs through MPI only. This starts two, whatever the device.
+# `--cpu` would start one process: accelerate knows several on CPUs through MPI only. This starts two on any device.
 LAUNCH = ("-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1")
 QUIET = ("--mixed_precision", "no", "--dynamo_backend", "no")
 

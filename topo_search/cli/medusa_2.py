@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -35,6 +35,7 @@ class _Joint:
     """What Medusa-2 is asked for beside what every kind of training is."""
 
     recipe: JointRecipe
+    heads: str | None
     num_texts: int
     num_layers: int
     own_projection: bool
@@ -48,6 +49,9 @@ def medusa_2(
     num_prompts: training_options.NumPrompts = options.DEFAULT_TRAINING_PROMPTS,
     max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
     num_texts: Annotated[int, typer.Option(min=0, help="Use at most this many of the texts; 0: all.")] = 0,
+    heads: Annotated[
+        str | None, typer.Option(help="Start from these trained heads, of any family, instead of warming up new ones.")
+    ] = None,
     num_heads: training_options.NumHeads = 5,
     num_layers: training_options.NumLayers = 1,
     own_projection: training_options.OwnProjection = False,
@@ -80,7 +84,7 @@ def medusa_2(
     The target learns through low-rank adapters (extra `lora`), which are merged in the end. Its drift from the
     original is reported. Interrupted and started again it continues.
 
-    Example: topo-search train medusa-2 --target demo --text text --num-texts 300 --out joint
+    Example: topo-search train medusa-2 --target demo --heads demo-medusa --text text --num-texts 300 --out joint
     """
     from topo_search.training.joint import JointRecipe, require_peft
 
@@ -96,6 +100,7 @@ def medusa_2(
     )
     joint = _Joint(
         recipe=JointRecipe(**{name: given[name] for name in names}),
+        heads=heads,
         num_texts=num_texts,
         num_layers=num_layers,
         own_projection=own_projection,
@@ -123,13 +128,17 @@ def _run(job: Job, joint: _Joint) -> None:
     )
     held = Corpus(text=held_text, states=states_of(model, job, held_text, "held-out text"), epochs=1)
     agreement = agreement_of(model, corpus)
-    loss = _fresh_heads(job, joint, model)
     warm, together = job.work / "warmup.pt", job.work / "joint.pt"
-    seconds = train_with_progress(job, loss, [corpus], warm)
-    recipe = joint.recipe
+    if joint.heads is None:
+        loss = _fresh_heads(job, joint, model)
+        seconds, recipe = train_with_progress(job, loss, [corpus], warm), joint.recipe
+    else:
+        loss, started_from = _trained_heads(joint.heads, model)
+        seconds, recipe = 0.0, replace(joint.recipe, started_from=started_from)
+        job = replace(job, num_heads=loss.num_heads)
     adapted = Adapted(model, rank=recipe.lora_rank, alpha=recipe.lora_alpha, seed=recipe.seed)
-    seconds += _train_together(job, joint, adapted, loss, corpus, together)
-    _finish(job, joint, adapted, loss, held, {"answers": text, "agreement": agreement, "seconds": seconds})
+    seconds += _train_together(job, recipe, adapted, loss, corpus, together)
+    _finish(job, recipe, adapted, loss, held, {"answers": text, "agreement": agreement, "seconds": seconds})
     for checkpoint in (warm, together):
         checkpoint.unlink(missing_ok=True)
 
@@ -144,8 +153,21 @@ def _fresh_heads(job: Job, joint: _Joint, model: Target) -> HeadLoss:
     return HeadLoss(blocks.float().to(model.device), model.output_weight.float(), model.input_embeddings)
 
 
+def _trained_heads(spec: str, model: Target) -> tuple[HeadLoss, str]:
+    """The loss of heads that were trained before, and their fingerprint."""
+    from topo_search.heads.checkpoints import read_checkpoint
+    from topo_search.training.loss import HeadLoss
+
+    checkpoint = read_checkpoint(spec, model)
+    if getattr(checkpoint.blocks, "projection_bias", None) is not None:
+        raise InputError(f"Heads {spec} have a bias in their projection, which is not trained; train new ones.")
+    blocks = checkpoint.blocks.float().to(model.device)
+    loss = HeadLoss(blocks, model.output_weight.float(), model.input_embeddings, token_map=checkpoint.token_map)
+    return loss, checkpoint.fingerprint
+
+
 def _train_together(
-    job: Job, joint: _Joint, adapted: Adapted, loss: HeadLoss, corpus: Corpus, checkpoint: Path
+    job: Job, recipe: JointRecipe, adapted: Adapted, loss: HeadLoss, corpus: Corpus, checkpoint: Path
 ) -> float:
     from topo_search.report.console import note, progress
     from topo_search.training.joint import JointReport, train_jointly
@@ -159,11 +181,13 @@ def _train_together(
             advance(at.step, at.steps, f"language loss {at.language_loss:.4f}, loss per head {losses}")
 
         return train_jointly(
-            adapted, loss, corpus, joint.recipe, num_heads=job.num_heads, checkpoint=checkpoint, report=report
+            adapted, loss, corpus, recipe, num_heads=job.num_heads, checkpoint=checkpoint, report=report
         )
 
 
-def _finish(job: Job, joint: _Joint, adapted: Adapted, loss: HeadLoss, held: Corpus, about: dict[str, Any]) -> None:
+def _finish(
+    job: Job, recipe: JointRecipe, adapted: Adapted, loss: HeadLoss, held: Corpus, about: dict[str, Any]
+) -> None:
     """Merge, measure the drift, write target and heads, report."""
     import torch
 
@@ -183,13 +207,13 @@ def _finish(job: Job, joint: _Joint, adapted: Adapted, loss: HeadLoss, held: Cor
     figures = held_out_figures(job, loss, Corpus(text=held.text, states=states, epochs=1))
     record = record_of(job, model, loss, about["answers"], figures, about["seconds"]) | {
         "text_agreement": round(about["agreement"], 4),
-        "warmup_recipe": asdict(job.recipe),
-        "recipe": asdict(joint.recipe),
+        "warmup_recipe": asdict(job.recipe) if recipe.started_from is None else None,
+        "recipe": asdict(recipe),
         "original_target": asdict(original),
         "drift": None if moved is None else asdict(moved),
     }
     save_target(model, job.out / "target")
-    save_heads(job.out / "heads", loss.blocks, record, dtype=torch.bfloat16)
+    save_heads(job.out / "heads", loss.blocks, record, token_map=loss.token_map, dtype=torch.bfloat16)
     report_figures(record, figures)
     _report_drift(moved)
     where = f"--target {job.out / 'target'} --heads {job.out / 'heads'}"

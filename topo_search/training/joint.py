@@ -70,6 +70,7 @@ class JointRecipe:
         lora_rank, lora_alpha: of the adapters on every linear layer but the output layer.
         sampled_tokens: negatives per step for the heads; 0 scores every token.
         seed: order of texts, negatives, adapters.
+        started_from: fingerprint of the heads that were trained before; None: warmed up for this run.
     """
 
     epochs: int = 1
@@ -84,6 +85,7 @@ class JointRecipe:
     lora_alpha: int = 16
     sampled_tokens: int = 2048
     seed: int = 0
+    started_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
