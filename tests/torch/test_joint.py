@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from folders import save_tiny_target
+from folders import save_tiny_target, word_tokenizer
 from learning import HEADS, states_of, texts_of
+from models import llama_config, tiny_model
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -21,6 +22,7 @@ from topo_search.errors import InputError
 from topo_search.heads import load_heads, save_heads
 from topo_search.heads.medusa import untrained_blocks
 from topo_search.target import Target, load_target
+from topo_search.target.load import make_target
 from topo_search.training import joint as joint_module
 from topo_search.training.heads import Corpus
 from topo_search.training.joint import (
@@ -223,6 +225,25 @@ def test_target_and_heads_load_as_any_others(own: bool, folder: Path, tmp_path: 
     with pytest.raises(InputError, match="trained for target"):
         load_heads(str(tmp_path / "heads"), trainable(folder))
     assert not list(tmp_path.glob(".target*"))
+
+
+def test_tied_embeddings_stay_tied_and_untouched(tmp_path: Path) -> None:
+    """FIELD-CASES 85: what is saved has the original's one table, and loads to what was trained."""
+    model = tiny_model(llama_config(tie_word_embeddings=True), dtype=torch.float32)
+    target = make_target(model, word_tokenizer(), name="tied", dtype="float32", pack=False)
+    table = target.output_weight.clone()
+    text = text_of([torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([9, 8, 7, 6])], [2, 1])
+    corpus = Corpus(text=text, states=cached_states(target, text, tmp_path), epochs=1)
+    adapted = Adapted(target, rank=4, alpha=8, seed=0)
+    train_jointly(adapted, fresh_loss(target), corpus, RECIPE, num_heads=HEADS)
+    new = adapted.merged("new")
+    save_target(new, tmp_path / "target")
+    loaded = load_target(str(tmp_path / "target"), pack=False)
+    assert loaded.identity.fingerprint == new.identity.fingerprint
+    assert loaded.model.config.tie_word_embeddings
+    assert loaded.output_weight.data_ptr() == loaded.input_embeddings.weight.data_ptr()
+    assert torch.equal(loaded.output_weight, table)
+    assert torch.equal(logits(loaded, torch.arange(9)), logits(new, torch.arange(9)))
 
 
 # Runs that are killed, and what goes wrong

@@ -109,6 +109,18 @@ def test_every_family_trains_and_loads(family: str, run: Run, text: Path, root: 
     assert not (out / "work/training.pt").exists()
 
 
+@pytest.mark.parametrize("words", [("hydra++", "--num-layers", 1), ("medusa-2", "--num-texts", 8)])
+def test_a_target_in_bf16_trains_heads(words: tuple[object, ...], run: Run, text: Path, tmp_path: Path) -> None:
+    """FIELD-CASES 30: the base in the precision that will serve; text and heads fit it in any."""
+    model = ("--target", "target", "--dtype", "bfloat16", "--text", "text")
+    code, err = run("train", *words, *model, "--out", tmp_path, *SHORT)
+    assert code == 0, err
+    assert list((tmp_path / "work").glob("states-*-bfloat16-*.f16"))
+    out = tmp_path / "heads" if words[0] == "medusa-2" else tmp_path
+    served = load_target(str(tmp_path / "target" if words[0] == "medusa-2" else "target"), dtype="bfloat16")
+    assert load_heads(str(out), served).identity.num_heads == 2
+
+
 def test_the_saved_heads_are_the_trained_ones(run: Run, text: Path, tmp_path: Path) -> None:
     """Their held-out figures come back from the files, within bf16."""
     from topo_search.heads.checkpoints import read_checkpoint

@@ -43,4 +43,4 @@ def test_options_in_the_text_exist() -> None:
     commands = [*command.commands.values(), *command.commands["train"].commands.values()]
     known = {name for one in commands for parameter in one.params for name in parameter.opts}
     ours = re.sub(r"accelerate launch.*", "", PAGE)
-    assert set(re.findall(r"--[a-z][a-z-]+", ours)) <= known
+    assert set(re.findall(r"--[a-z][a-z-]+", ours)) - {"--cpu"} <= known  # which is accelerate's
