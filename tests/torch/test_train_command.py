@@ -204,6 +204,19 @@ def test_bad_settings_are_named(run: Run, text: Path, tmp_path: Path, monkeypatc
     _refused(run("train", "medusa-2", *target, "--out", tmp_path), "one process", "accelerate launch")
 
 
+def test_one_process_where_two_were_meant_is_told(
+    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process and says nothing."""
+    words = ("train", "medusa", "--target", "target", "--text", "text", "--out", tmp_path, *SHORT)
+    assert "one process only" not in run(*words)[1]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    code, err = run(*words)
+    assert code == 0, err
+    assert "Warning: accelerate launch --cpu starts one process only; several on CPUs need --multi_gpu" in err
+
+
 # Medusa-2
 
 
