@@ -163,7 +163,7 @@ def test_training_writes_heads_that_calibrate(
     run: Run, tiny_folders: dict[str, Path], prompts: Path, tmp_path: Path
 ) -> None:
     target = ["--target", tiny_folders["target"]]
-    settings = ["--max-new-tokens", 12, "--num-heads", 2, "--epochs", 2, "--batch", 8, "--sampled-tokens", 0]
+    settings = ["--max-new-tokens", 12, "--num-heads", 2, "--epochs", 2, "--batch-texts", 8, "--sampled-tokens", 0]
     code, _, err = run("train", "medusa", "--out", "mine", *target, "--prompts", prompts, *settings)
     assert code == 0, err
     config = json.loads((tmp_path / "mine/config.json").read_text())

@@ -9,6 +9,7 @@ import typer
 
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_BUDGET = 64
+DEFAULT_TRAINING_PROMPTS = 2000
 CALIBRATION_FOLDER, TREES_FOLDER = Path("calibration"), Path("trees")
 
 Target = Annotated[str, typer.Option(help="Hub name, folder, .gguf file, or demo.", rich_help_panel="Model")]
