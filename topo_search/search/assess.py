@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,10 +12,20 @@ from topo_search.cost import LatencyTable
 from topo_search.estimates import PathProbabilities
 from topo_search.identity import RuleIdentity
 from topo_search.prefixes import PrefixTable
-from topo_search.search.choose import Settings
-from topo_search.search.judge import ExpectedJudge
+from topo_search.search.choose import Choice, Settings, choose, joined
 from topo_search.search.intervals import Figure, prompts_to_halve, resampling_weights
-from topo_search.search.optimize import CHAIN, NAMES, PLAIN, TREE, SearchResult, optimize, optimize_by
+from topo_search.search.judge import ExpectedJudge, ReplayJudge
+from topo_search.search.optimize import (
+    CHAIN,
+    NAMES,
+    PLAIN,
+    TREE,
+    SearchResult,
+    optimize,
+    optimize_by,
+    require_rows,
+    result_of,
+)
 from topo_search.search.selection import (
     HeldOut,
     HeldOutFigures,
@@ -29,6 +40,7 @@ from topo_search.search.selection import (
 from topo_search.search.unseen import unseen_shares
 from topo_search.search.workloads import WorkloadRow, workload_rows
 from topo_search.trace import RankTrace
+from topo_search.tree import Tree
 
 _WIDE = 0.03  # half an interval over its figure, from which on more prompts are asked for
 
@@ -113,9 +125,38 @@ def assess(trace: RankTrace, latency: LatencyTable | None, settings: Settings) -
     return assessment_of(trace, latency, result, held, split=split, workloads=rows)
 
 
-def assess_accuracies(
-    probabilities: PathProbabilities, latency: LatencyTable | None, settings: Settings
+def assess_improved(
+    trace: RankTrace,
+    latency: LatencyTable | None,
+    settings: Settings,
+    improve: Callable[[ReplayJudge, Choice], Tree],
 ) -> Assessment:
+    """Search on all folds of prompts but one, let `improve` replace the best tree, and score it on the fold left out.
+
+    For what is too slow to run on every fold: a study, a race. With a single prompt nothing is left out.
+
+    Args:
+        trace, latency, settings: as for `assess`.
+        improve: from the judge of the prompts to choose on and the exact search's choice there, a tree.
+
+    Raises:
+        InputError: see `optimize`.
+    """
+    require_rows(trace)
+    fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
+    left_out = {prompt.id for prompt, number in zip(trace.prompts, fold, strict=True) if number == 0}
+    chosen_on = trace.select(lambda prompt: prompt.id not in left_out)
+    judge = ReplayJudge.of(chosen_on if len(chosen_on.ranks) else trace, latency, batch=settings.batch)
+    choice = choose(judge, settings)
+    tree = improve(judge, choice)
+    alternatives = joined([choice.alternatives.take([0, 1]), judge.score([tree])])
+    result = result_of(replace(choice, alternatives=alternatives), settings)
+    held = hold_out(trace, latency, lambda _: alternatives.trees, fold, batch=settings.batch, scored_folds=[0])
+    texts = "none: a single prompt" if held is None else f"{len(left_out)} prompts held out from choosing"
+    return assessment_of(trace, latency, result, held, split=texts)
+
+
+def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | None, settings: Settings) -> Assessment:
     """Search on path probabilities alone: an expectation under the table's own assumption, with no interval.
 
     Raises:
@@ -220,9 +261,7 @@ def _runner_up(
     return None if figure is None else (NAMES[next_best], figure)
 
 
-def _assumptions(
-    trace: RankTrace, latency: LatencyTable | None, settings: Settings, split: str
-) -> Assumptions:
+def _assumptions(trace: RankTrace, latency: LatencyTable | None, settings: Settings, split: str) -> Assumptions:
     contexts = trace.contexts
     measured = None
     if latency is not None:
@@ -259,7 +298,7 @@ def _warnings(found: Assessment, trace: RankTrace, texts: int) -> list[str]:
         half = (per_step.interval.high - per_step.interval.low) / 2 / per_step.value
         if half > _WIDE:
             words.append(
-                f"The interval of tokens per step is {100 * half:.1f} % to either side; {found.prompts_to_halve} prompts "
-                f"in all would halve it."
+                f"The interval of tokens per step is {100 * half:.1f} % to either side; {found.prompts_to_halve} "
+                "scored prompts would halve it."
             )
     return words

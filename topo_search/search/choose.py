@@ -7,7 +7,7 @@ figures come from running it on some prompts and scoring on others (`selection`)
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -15,13 +15,17 @@ from jaxtyping import Float
 
 from topo_search.errors import InputError
 from topo_search.estimates import PathProbabilities
-from topo_search.search.frontier import Frontier, frontier
+from topo_search.search.frontier import Frontier, allowed, frontier
 from topo_search.search.intervals import latency_variance, paired_log_se, time_shares
 from topo_search.search.judge import Judge, Scores
+from topo_search.search.ratio import fastest
+from topo_search.search.rules import best_trees
 from topo_search.tree import Tree
 
 Objective = Literal["throughput", "tokens-per-step"]
 Pick = Literal["one-se", "best"]
+Refine = Literal["none", "recount", "swaps"]
+Rule = Literal["any", "contiguous", "expanded-first", "uniform"]
 
 _SHORTLIST = 0.9  # of the best counted speed: what a shortlist replays
 
@@ -36,6 +40,10 @@ class Settings:
         estimator: path probabilities: `joint`, `backoff` or `independent`.
         pick: `one-se` takes the smallest tree within one standard error of the difference to the best, `best` the
             best; `tokens-per-step` always takes the best.
+        rule: what the engine that will load the tree demands: `any`, `contiguous`, `expanded-first` or `uniform`, see
+            `rules.best_trees`.
+        refine: after the sort, `recount` at the tree's own step starts, or recount and `swaps` of single nodes; both
+            keep the size and are judged by replay.
         max_depth, max_rank: leave out deeper nodes and higher ranks (0 = most likely).
         batch: sequences that one step serves.
         folds: parts that the prompts are split into for cross-fitting, at least 2.
@@ -50,6 +58,8 @@ class Settings:
     objective: Objective = "throughput"
     estimator: str = "backoff"
     pick: Pick = "one-se"
+    rule: Rule = "any"
+    refine: Refine = "none"
     max_depth: int | None = None
     max_rank: int | None = None
     batch: int = 1
@@ -67,6 +77,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise InputError(f"{name.replace('_', ' ')} is {value}; it must be at least {minimum}.")
+        if self.refine != "none" and (self.max_rank is not None or self.rule != "any"):
+            raise InputError("Refinement knows no largest rank and no engine's rule; leave out --refine, or those.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,14 +118,14 @@ def choose(judge: Judge, settings: Settings, *, shortlist: bool = False) -> Choi
     depth = min(settings.max_depth or judge.depth, judge.depth)
     estimate = judge.estimate(settings.estimator)
     chains = judge.score([Tree.chain(n) for n in range(depth + 1) if n == 0 or n + 1 in widths])
-    families = list(_families(estimate, max(widths) - 1, depth, settings)) if max(widths) > 1 else []
-    wanted = [_sizes(family, widths, families[:index]) for index, family in enumerate(families)]
-    if shortlist:
-        wanted = _shortlisted(judge, families, wanted, settings)
-    scored = [judge.score_family(f, sizes) for f, sizes in zip(families, wanted, strict=True) if sizes]
+    scored: list[Scores] = []
+    if max(widths) > 1:
+        family_scores = _scored_by_sort if settings.rule == "any" else _scored_by_rule
+        scored = family_scores(judge, estimate, widths, depth, settings, shortlist=shortlist)
+        scored += _by_ratio(judge, estimate, max(widths) - 1, depth, settings)
     sizes = _best_of_each_size(joined(scored), settings) if scored else chains.take([0])
     chain = 0 if len(chains.trees) == 1 else 1 + int(np.argmax(merit(chains, settings)[1:]))
-    picked = sizes.take([_picked(judge, sizes, settings)])
+    picked = _refined(judge, sizes.take([_picked(judge, sizes, settings)]), settings)
     return Choice(alternatives=joined([chains.take([0, chain]), picked]), sizes=sizes, estimate=estimate)
 
 
@@ -161,12 +173,68 @@ def joined(parts: Iterable[Scores]) -> Scores:
     )
 
 
-def _families(estimate: PathProbabilities, largest: int, depth: int, settings: Settings) -> Iterable[Frontier]:
-    """The nested family of every depth cap, the deepest first: a shallower tree drafts for less."""
+def _scored_by_sort(
+    judge: Judge,
+    estimate: PathProbabilities,
+    widths: set[int],
+    depth: int,
+    settings: Settings,
+    *,
+    shortlist: bool,
+) -> list[Scores]:
+    """The nested family of every depth cap, at every allowed size."""
+    ranks, largest = _ranks(settings, depth), max(widths) - 1
+    families = [
+        frontier(estimate, num_draft_nodes=largest, max_depth=cap, ranks_per_depth=ranks)
+        for cap in _depth_caps(depth, settings)
+    ]
+    wanted = [_sizes(family, widths, families[:index]) for index, family in enumerate(families)]
+    if shortlist and not judge.times.expanded_ms:
+        wanted = _shortlisted(judge, families, wanted, settings)
+    return [judge.score_family(f, sizes) for f, sizes in zip(families, wanted, strict=True) if sizes]
+
+
+def _scored_by_rule(
+    judge: Judge,
+    estimate: PathProbabilities,
+    widths: set[int],
+    depth: int,
+    settings: Settings,
+    *,
+    shortlist: bool,
+) -> list[Scores]:
+    """The best trees that the target engine takes, which are not nested; all are replayed, there are few."""
+    del shortlist
+    ranks, largest = _ranks(settings, depth), max(widths) - 1
+    found: dict[Tree, None] = {}
+    for cap in _depth_caps(depth, settings):
+        family = best_trees(estimate, num_draft_nodes=largest, rule=settings.rule, max_depth=cap, ranks_per_depth=ranks)
+        found |= dict.fromkeys(family.tree(width - 1) for width in sorted(widths))
+    trees = [tree for tree in found if tree.paths and tree.verify_width in widths]
+    return [judge.score(trees)] if trees else []
+
+
+def _depth_caps(depth: int, settings: Settings) -> range:
+    """The deepest first: a shallower tree drafts for less, which only throughput minds."""
     shallowest = depth if settings.objective == "tokens-per-step" else 1
-    ranks = None if settings.max_rank is None else [settings.max_rank + 1] * depth
-    for cap in range(depth, shallowest - 1, -1):
-        yield frontier(estimate, num_draft_nodes=largest, max_depth=cap, ranks_per_depth=ranks)
+    return range(depth, shallowest - 1, -1)
+
+
+def _by_ratio(judge: Judge, estimate: PathProbabilities, largest: int, depth: int, settings: Settings) -> list[Scores]:
+    """The ratio solver's tree, where heads pay per expanded node and the sort is not exact."""
+    if not judge.times.expanded_ms or settings.objective == "tokens-per-step" or settings.rule != "any":
+        return []
+    kept = allowed(estimate, max_depth=depth, ranks_per_depth=_ranks(settings, depth))
+    within = replace(
+        estimate, ranks=estimate.ranks[kept], depths=estimate.depths[kept], probabilities=estimate.probabilities[kept]
+    )
+    costs = judge.times.costs(judge.context_weights, depth)
+    tree = fastest(within, costs, num_draft_nodes=largest).tree
+    return [judge.score([tree])] if tree.paths else []
+
+
+def _ranks(settings: Settings, depth: int) -> list[int] | None:
+    return None if settings.max_rank is None else [settings.max_rank + 1] * depth
 
 
 def _sizes(family: Frontier, widths: set[int], deeper: list[Frontier]) -> list[int]:
@@ -174,7 +242,9 @@ def _sizes(family: Frontier, widths: set[int], deeper: list[Frontier]) -> list[i
     same = 0
     for other in deeper:
         pairs = zip(family.order, other.order, strict=False)
-        same = max(same, next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(family.order), len(other.order))))
+        same = max(
+            same, next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(family.order), len(other.order)))
+        )
     return [width - 1 for width in sorted(widths) if same < width - 1 <= len(family.order)]
 
 
@@ -227,6 +297,15 @@ def _picked(judge: Judge, sizes: Scores, settings: Settings) -> int:
         if np.log(worth[best] / worth[index]) <= np.sqrt(from_prompts[index] ** 2 + spread):
             return index
     return best
+
+
+def _refined(judge: Judge, picked: Scores, settings: Settings) -> Scores:
+    """The picked tree, or a refined one of its size where that is better by the objective."""
+    if settings.refine == "none" or not picked.trees[0].paths:
+        return picked
+    tree = judge.refined(picked.trees[0], settings.estimator, swaps=settings.refine == "swaps")
+    both = joined([picked, judge.score([tree])])
+    return both.take([int(np.argmax(merit(both, settings)))])
 
 
 def _shares(sizes: Scores, index: int) -> dict[tuple[str, int, int], float]:

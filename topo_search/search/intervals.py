@@ -147,9 +147,7 @@ def latency_variance(
     variance = 0.0
     for cell in sorted({*shares, *other}):
         kind, context, size = cell
-        found = (
-            latency.verify.get((batch, contexts[context], size)) if kind == "verify" else latency.draft[batch, size]
-        )
+        found = latency.verify.get((batch, contexts[context], size)) if kind == "verify" else latency.draft[batch, size]
         variance += ((shares.get(cell, 0.0) - other.get(cell, 0.0)) * _median_se_ms(found)) ** 2
     return variance
 

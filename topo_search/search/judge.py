@@ -18,9 +18,12 @@ from topo_search.estimates import PathProbabilities, estimate
 from topo_search.prefixes import PrefixTable
 from topo_search.replay import Replay, replay, replay_nested
 from topo_search.search.frontier import Frontier
+from topo_search.search.refine import refine
 from topo_search.search.times import StepTimes
 from topo_search.trace import RankTrace
 from topo_search.tree import Path, Tree
+
+_SWAPS = 64  # single nodes exchanged at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,9 @@ class Judge(Protocol):
     def context_weights(self) -> Float[np.ndarray, " contexts"]:
         """How much each measured context counts."""
 
+    def refined(self, tree: Tree, estimator: str, *, swaps: bool) -> Tree:
+        """A tree of the same size that takes no more steps."""
+
     def score(self, trees: Sequence[Tree]) -> Scores:
         """What each tree costs."""
 
@@ -159,6 +165,16 @@ class ReplayJudge:
         weights: np.ndarray = np.bincount(self.segment_keys % contexts, weights=rows, minlength=contexts) / rows.sum()
         return weights
 
+    def refined(self, tree: Tree, estimator: str, *, swaps: bool) -> Tree:
+        """Recounted at its own step starts and, where asked for, with single nodes swapped."""
+        return refine(
+            self.trace,
+            self.table,
+            tree,
+            estimator=lambda table: estimate(estimator, table),
+            max_swaps=_SWAPS if swaps else 0,
+        )
+
     def score(self, trees: Sequence[Tree]) -> Scores:
         """Walk each tree.
 
@@ -178,7 +194,7 @@ class ReplayJudge:
         counts = np.zeros((len(trees), len(self.trace.prompts) * contexts))
         counts[:, self.segment_keys] = per_segment
         counts = counts.reshape(len(trees), len(self.trace.prompts), contexts)
-        times = np.array([self.times.step_ms(tree.verify_width, tree.depth) for tree in trees])
+        times = np.array([self.times.tree_ms(tree) for tree in trees])
         return Scores(
             trees=tuple(trees),
             tokens=walks.tokens,
@@ -224,11 +240,16 @@ class ExpectedJudge:
         """Every measured context alike."""
         return np.full(len(self.times.contexts), 1 / len(self.times.contexts))
 
+    def refined(self, tree: Tree, estimator: str, *, swaps: bool) -> Tree:
+        """The same tree: without prompts there are no step starts to count at."""
+        del estimator, swaps
+        return tree
+
     def score(self, trees: Sequence[Tree]) -> Scores:
         """Expected steps and milliseconds per token of each tree."""
         known, weights = self._known, self.context_weights
         expected = np.array([1.0 + sum(known.get(path, 0.0) for path in tree.paths) for tree in trees])
-        times = np.array([self.times.step_ms(tree.verify_width, tree.depth) @ weights for tree in trees])
+        times = np.array([self.times.tree_ms(tree) @ weights for tree in trees])
         return Scores(
             trees=tuple(trees),
             tokens=np.ones(1, dtype=np.int64),

@@ -78,8 +78,7 @@ def optimize(trace: RankTrace, latency: LatencyTable | None, settings: Settings)
     Raises:
         InputError: the trace is empty, or no time is at hand.
     """
-    if not len(trace.ranks):
-        raise InputError("The trace has no rows: every answer is one token long. Calibrate on other prompts.")
+    require_rows(trace)
     return optimize_by(ReplayJudge.of(trace, latency, batch=settings.batch), settings)
 
 
@@ -104,6 +103,16 @@ def result_of(choice: Choice, settings: Settings) -> SearchResult:
     )
 
 
+def require_rows(trace: RankTrace) -> None:
+    """Refuse a trace in which no step is ever taken.
+
+    Raises:
+        InputError: every answer is one token long.
+    """
+    if not len(trace.ranks):
+        raise InputError("The trace has no rows: every answer is one token long. Calibrate on other prompts.")
+
+
 def fastest(alternatives: Scores, settings: Settings) -> int:
     """Which of plain, chain and tree to recommend: the fastest, of equals the simpler; the tree to fill a budget."""
     if settings.objective == "tokens-per-step":
@@ -114,9 +123,7 @@ def fastest(alternatives: Scores, settings: Settings) -> int:
 def _rows(choice: Choice, scores: Scores, names: tuple[str, ...], settings: Settings) -> list[Alternative]:
     plain = float(choice.alternatives.tokens_per_ms[0])
     known = dict(zip(choice.estimate.paths, choice.estimate.probabilities.tolist(), strict=True))
-    figures = zip(
-        names, scores.trees, scores.tokens_per_step, scores.all_positions, scores.tokens_per_ms, strict=True
-    )
+    figures = zip(names, scores.trees, scores.tokens_per_step, scores.all_positions, scores.tokens_per_ms, strict=True)
     return [
         Alternative(
             name=name,

@@ -47,7 +47,8 @@ def _what(found: Assessment) -> str:
     tree = result[name].tree
     nodes = f"{name}, {tree.num_draft_nodes} draft node{'s' if tree.num_draft_nodes != 1 else ''}"
     if found.over_plain is None:
-        return f"Recommended: {nodes}, {result[name].speedup or 0:.2f} times plain decoding by its own score."
+        how = "by its own score" if found.assumptions.prompts is not None else "as the accuracies let expect"
+        return f"Recommended: {nodes}, {result[name].speedup or 0:.2f} times plain decoding {how}."
     return f"Recommended: {nodes}: {_times(found.over_plain)} plain decoding{_against(found)}."
 
 
@@ -56,7 +57,8 @@ def _asked_for(found: Assessment) -> str:
     best = found.figures(TREE)
     own = found.result[TREE]
     honest = None if best is None else best.tokens_per_step
-    per_step = f"{own.tokens_per_step:.3f} tokens per step by its own score" if honest is None else _per_step(honest)
+    how = "by its own score" if found.assumptions.prompts is not None else "as the accuracies let expect"
+    per_step = f"{own.tokens_per_step:.3f} tokens per step {how}" if honest is None else _per_step(honest)
     words = f"Asked for tokens per step: {TREE}, {per_step}."
     speed = found.over_plain.value if found.over_plain is not None else own.speedup
     if speed is None:
