@@ -136,6 +136,23 @@ def test_optimize_asks_optuna(run: Run, calibrated: list[object], tmp_path: Path
     assert study["tried"] == 0 or "remeasured_over_seed" in study
 
 
+def test_optimize_from_an_accuracy_table(run: Run, tmp_path: Path) -> None:
+    """Expected, not replayed: no interval, and a table that breaks a rule is named."""
+    table = tmp_path / "mine.json"
+    table.write_text(json.dumps({"rank_table": [[0.6, 0.15, 0.05], [0.4, 0.1, 0.05]]}))
+    asked = ["optimize", "--accuracies", table, "--objective", "tokens-per-step", "--budget", 4, "--json"]
+    code, out, err = run(*asked)
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["paths"] == [[0], [1], [0, 0]]
+    assert result["tokens_per_step"] == pytest.approx(1.99)
+    assert (result["intervals"], result["tokens_per_s"]) == (None, None)
+    assert result["assumptions"]["law"] == "every position alike, each depth independent of the path"
+    table.write_text(json.dumps({"rank_table": [[0.6, 0.5]]}))
+    _refused(run(*asked), "mine.json", "add up to 1.1")
+    _refused(run("optimize", "--accuracies", table, "--budget", 4), "mine.json")
+
+
 def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[object]) -> None:
     _refused(run("optimize", "--objective", "race"), "--strategy optuna", "--target")
     _refused(run("optimize", "--target", "demo"), "--objective race")

@@ -80,13 +80,15 @@ def test_every_prompt_is_scored_once_by_a_tree_that_never_saw_it(drawn: RankTrac
     assert held.tokens.sum() == len(drawn.ranks) == held.steps[0].sum()
 
 
-def test_the_printed_figure_is_not_the_winners_own(drawn: RankTrace) -> None:
-    """Rare paths flatter the tree that was chosen by them: own score above the cross-fitted one."""
-    found = assess(drawn, None, settings(budget=30, objective="tokens-per-step"))
+def test_the_printed_figure_is_not_the_winners_own() -> None:
+    """Twelve equal ranks, room for four: the ones that chance favours look better than any are."""
+    trace = drawn_trace([[0.05] * 12], prompts=20, rows=20)
+    found = assess(trace, None, settings(budget=5, objective="tokens-per-step"))
     honest = found.figures(TREE)
     assert honest is not None
     assert honest.tokens_per_step is not None
-    assert honest.tokens_per_step.value < found.result[TREE].tokens_per_step
+    assert found.result[TREE].tokens_per_step > 1.22
+    assert honest.tokens_per_step.value < 1.22
     assert found.recommended == TREE
 
 

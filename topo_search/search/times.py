@@ -34,14 +34,16 @@ class StepTimes:
         """Read the table; nothing has a time where there is none."""
         if latency is None:
             return cls(contexts=(0,), verify_ms={}, draft_ms={})
-        depths = (depth for at, depth in latency.draft if at == batch)
-        timed = {depth: latency.draft[batch, depth].median_ms for depth in depths}
+        contexts = tuple(latency.contexts(batch))
+        verify = {
+            width: [latency.verify[batch, context, width].median_ms for context in contexts]
+            for width in latency.widths(batch)
+        }
+        draft = {depth: timing.median_ms for (at, depth), timing in latency.draft.items() if at == batch}
         return cls(
-            contexts=tuple(latency.contexts(batch)) or (0,),
-            verify_ms={
-                width: latency.step_ms(verify_width=width, depth=0, batch=batch) for width in latency.widths(batch)
-            },
-            draft_ms={0: 0.0} | {depth: ms for depth, ms in timed.items() if ms is not None},
+            contexts=contexts or (0,),
+            verify_ms={width: np.array(times, dtype=np.float64) for width, times in verify.items()},
+            draft_ms={0: 0.0} | {depth: ms for depth, ms in draft.items() if ms is not None},
         )
 
     def step_ms(self, verify_width: int, depth: int) -> Float[np.ndarray, " contexts"]:
