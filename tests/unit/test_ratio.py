@@ -45,7 +45,8 @@ class RatioContract(SolverContract):
         else:
             verify = np.array([problem.costs.verify_ms.get(size + 1, np.inf) for size in every.sizes])
         step_ms = verify + every.expanded @ np.array(draft.per_expanded) + np.array(draft.by_depth)[every.depths]
-        return expected_tokens(problem, every) / step_ms
+        possible = ~every.inside[:, np.array(problem.estimate.of(every.nodes)) == 0].any(axis=1)
+        return np.where(possible, expected_tokens(problem, every) / step_ms, -np.inf)  # P = 0 is never added
 
     @THREE_HUNDRED
     @given(data=st.data())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -99,7 +100,6 @@ class TestOrderedSlots(SolverContract):
         return problems().map(_same_at_every_parent)
 
     def solve(self, problem: Problem, estimate: PathProbabilities) -> list[tuple[int, Tree, float]]:
-        ranks, depth = problem.shape
         family = ordered_slots(_acceptance(problem), num_draft_nodes=problem.num_draft_nodes)
         return [(size, family.tree(size), value) for size, value in enumerate(family.expected_tokens().tolist())]
 
@@ -116,9 +116,9 @@ def _acceptance(problem: Problem) -> list[list[float]]:
 
 
 def _same_at_every_parent(problem: Problem) -> Problem:
-    ranks, depth = problem.shape
+    ranks = problem.shape[0]
     shares = [row * ranks**above for above, row in enumerate(_acceptance(problem))]
-    return Problem(shape=problem.shape, shares=tuple(sum(shares, [])), num_draft_nodes=problem.num_draft_nodes)
+    return Problem(shape=problem.shape, shares=tuple(itertools.chain(*shares)), num_draft_nodes=problem.num_draft_nodes)
 
 
 def test_under_contiguity_increments_may_rise() -> None:
