@@ -87,8 +87,8 @@ def test_the_printed_figure_is_not_the_winners_own() -> None:
     honest = found.figures(TREE)
     assert honest is not None
     assert honest.tokens_per_step is not None
-    assert found.result[TREE].tokens_per_step > 1.22
-    assert honest.tokens_per_step.value < 1.22
+    assert honest.tokens_per_step.value < found.result[TREE].tokens_per_step - 0.03
+    assert honest.tokens_per_step.interval.low < 1.2 < honest.tokens_per_step.interval.high  # type: ignore[union-attr]
     assert found.recommended == TREE
 
 

@@ -43,7 +43,7 @@ def _what(found: Assessment) -> str:
             "Raise --budget, or run topo-search measure for more widths."
         )
     if name == PLAIN:
-        return f"Recommended: plain decoding. No tree or chain of these heads earns its cost here{_against(found)}."
+        return f"Recommended: plain decoding{_against(found)}. No tree or chain of these heads earns its cost here."
     tree = result[name].tree
     nodes = f"{name}, {tree.num_draft_nodes} draft node{'s' if tree.num_draft_nodes != 1 else ''}"
     if found.over_plain is None:
