@@ -205,6 +205,7 @@ def test_a_scan_over_widths_refuses_draft_times_per_node() -> None:
         (lambda: AffineCosts(fixed_ms=0.0, per_node_ms=1.0, draft=NO_DRAFT), "takes 0.0 ms"),
         (lambda: AffineCosts(fixed_ms=1.0, per_node_ms=-1.0, draft=NO_DRAFT), "takes -1.0 ms"),
     ],
+    ids=range(9),
 )
 def test_costs_out_of_range_are_refused(make: object, message: str) -> None:
     with pytest.raises(InputError, match=message):

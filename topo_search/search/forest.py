@@ -61,7 +61,7 @@ class Forest:
             left_out=left_out,
         )
 
-    def tree(self, nodes: Iterable[int]) -> Tree:
+    def tree(self, nodes: Iterable[int] | Int[np.ndarray, " chosen"]) -> Tree:
         """The tree of these nodes."""
         return Tree(tuple(self.paths[node] for node in nodes))
 

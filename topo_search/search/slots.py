@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from topo_search.search.by_size import TreesBySize, no_worse_than_smaller
 from topo_search.search.max_plus import convolved
@@ -39,7 +39,7 @@ def ordered_slots(acceptance: Sequence[Sequence[float]], *, num_draft_nodes: int
 
 def _level(
     slots: Sequence[float], below: Float[np.ndarray, " sizes"], size: int
-) -> tuple[Float[np.ndarray, " sizes"], list[Int[np.ndarray, " sizes"]]]:
+) -> tuple[Float[np.ndarray, " sizes"], list[np.ndarray]]:
     """Worth of a subtree of each size one depth up, and per slot how many nodes go to it, by nodes left for it on."""
     rest = np.concatenate([[0.0], np.full(size - 1, -np.inf)])  # of the slots after: none
     splits: list[np.ndarray] = []

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool
 
 from topo_search.estimates import PathProbabilities
 from topo_search.search.by_size import TreesBySize, candidates, no_worse_than_smaller
@@ -69,7 +69,7 @@ class _Levels:
 def _branchings(
     levels: _Levels,
     above: tuple[int, ...],
-    inside: Float[np.ndarray, " parents"],
+    inside: Bool[np.ndarray, " parents"],
     worth: float,
     nodes: int,
     width: int,
