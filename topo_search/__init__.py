@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from topo_search.errors import CheckError, InputError, MismatchError, TopoSearchError
     from topo_search.files.tree_file import TreeFile, read_tree, write_tree
     from topo_search.heads import load_heads
+    from topo_search.search.assess import Assessment, assess
+    from topo_search.search.choose import Settings
     from topo_search.search.optimize import SearchResult, optimize
     from topo_search.stats import DecodeStats
     from topo_search.target import Target, load_target
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from topo_search.tree import Tree
 
 _HOME = {
+    "Assessment": "search.assess",
     "CheckError": "errors",
     "DecodeStats": "stats",
     "Decoded": "decode.decoder",
@@ -29,11 +32,13 @@ _HOME = {
     "MismatchError": "errors",
     "RankTrace": "trace",
     "SearchResult": "search.optimize",
+    "Settings": "search.choose",
     "Target": "target",
     "TopoSearchError": "errors",
     "Tree": "tree",
     "TreeDecoder": "decode.decoder",
     "TreeFile": "files.tree_file",
+    "assess": "search.assess",
     "load_heads": "heads",
     "load_target": "target",
     "optimize": "search.optimize",
@@ -42,6 +47,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Assessment",
     "CheckError",
     "DecodeStats",
     "Decoded",
@@ -50,11 +56,13 @@ __all__ = [
     "MismatchError",
     "RankTrace",
     "SearchResult",
+    "Settings",
     "Target",
     "TopoSearchError",
     "Tree",
     "TreeDecoder",
     "TreeFile",
+    "assess",
     "load_heads",
     "load_target",
     "optimize",

@@ -1,4 +1,4 @@
-"""Tables for people: head accuracies, the latency staircase, the comparison of alternatives, the race."""
+"""Tables for people: head accuracies, the latency staircase, the race."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from rich.text import Text
 
 from topo_search.accuracy import SHOWN_RANKS, depth_accuracies
 from topo_search.cost import LatencyTable, Timing
-from topo_search.search.optimize import SearchResult
 from topo_search.trace import RankTrace
 
 if TYPE_CHECKING:
@@ -51,29 +50,6 @@ def latency_table(latency: LatencyTable) -> Table:
         table.add_row(str(width), *map(_timing, timings), over)
     for (_, depth), timing in sorted(latency.draft.items()):
         table.add_row(f"draft depth {depth}", _timing(timing), *[""] * (len(contexts) - 1), "")
-    return table
-
-
-def comparison_table(result: SearchResult) -> Table:
-    """Plain decoding, best chain and best tree side by side."""
-    table = Table(title="Expected on the trace's prompts (tokens_per_step is replayed)")
-    table.add_column("")
-    for name in ("draft nodes", "width", "depth"):
-        table.add_column(name, justify="right")
-    for name in ("tokens_per_step", "all positions", "step_ms", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right")
-    for found in result.alternatives:
-        table.add_row(
-            found.name + (" *" if found.name == result.recommended else ""),
-            str(found.tree.num_draft_nodes),
-            str(found.tree.verify_width),
-            str(found.tree.depth),
-            f"{found.tokens_per_step:.3f}",
-            f"{found.tokens_per_step_all_positions:.3f}",
-            _number(found.step_ms, 1),
-            _number(found.tokens_per_s, 1),
-            _UNKNOWN if found.speedup is None else f"{found.speedup:.2f} x",
-        )
     return table
 
 
