@@ -104,7 +104,8 @@ def shuffled(estimate: PathProbabilities) -> PathProbabilities:
 @st.composite
 def problems(draw: st.DrawFn, *, costs: str | None = None) -> Problem:
     shape = draw(st.sampled_from(SHAPES))
-    nodes = len(every_tree(*shape).nodes)
+    with random_state_kept():
+        nodes = len(every_tree(*shape).nodes)
     shares = draw(st.lists(st.sampled_from(SHARES), min_size=nodes, max_size=nodes))
     size = draw(st.integers(0, LARGEST))
     problem = Problem(shape=shape, shares=tuple(shares), num_draft_nodes=size)
