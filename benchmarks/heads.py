@@ -13,10 +13,12 @@ Every stage keeps its result beside the output, so a killed run continues:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,6 @@ from topo_search.search.optimize import optimize
 from topo_search.target import Target, load_target
 from topo_search.trace import RankTrace, merge_traces
 from topo_search.tree import Tree
-import itertools
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS = (8, 16, 32, 64)
@@ -132,7 +133,7 @@ def _family(
     return Family(
         name=Path(spec).name,
         heads=heads,
-        record=read_checkpoint(spec).config,
+        record=read_checkpoint(spec, target).config,
         chosen_on=chosen_on,
         scored_on=scored_on,
         latency=latency,
@@ -240,7 +241,7 @@ def _decoded(target: Target, families: Sequence[Family], options: argparse.Names
     }
     for family in families:
         decoder = TreeDecoder(target, family.heads, family.fastest, run_probe=False)
-        contenders[family.name] = lambda tokens, decoder=decoder: decoder.generate(tokens, max_new_tokens=cap)
+        contenders[family.name] = partial(decoder.generate, max_new_tokens=cap)
     runs: dict[str, list[Decoded]] = {name: [] for name in contenders}
     for number, prompt in enumerate(encoded):
         names = list(contenders)

@@ -82,7 +82,8 @@ def rows_of(path: Path, sizes: Sequence[int], splits: int) -> list[dict[str, Any
 
 def half_of_prompts(trace: RankTrace, seed: int) -> np.ndarray:
     """Which prompts choose: half of every workload, repetitions of one text on one side."""
-    return fold_of_prompts(trace.prompts, 2, seed) == 0
+    chosen: np.ndarray = fold_of_prompts(trace.prompts, 2, seed) == 0
+    return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,12 +95,21 @@ def _calls(target: Target, heads: DraftHeads, context: int) -> dict[str, Call]:
     for width in WIDTHS:
         tree = timed_tree(width - 1, depth)
         step = _step(target, heads, tree, context)
-        calls[f"step {width}"] = lambda step=step: step.verify(at_context()).tolist()
+        calls[f"step {width}"] = partial(_verified, step, at_context)
         calls[f"floor {width}"] = _products([*_linears(target.body), target.output_layer], width, target)
         if width > 1:
-            calls[f"draft {width}"] = lambda step=step: step.draft(at_context())
+            calls[f"draft {width}"] = partial(_drafted, step, at_context)
             step.draft(at_context())
     return calls
+
+
+def _verified(step: TreeStep, state: Callable[[], DecodeState]) -> list[int]:
+    tokens: list[int] = step.verify(state()).tolist()
+    return tokens
+
+
+def _drafted(step: TreeStep, state: Callable[[], DecodeState]) -> None:
+    step.draft(state())
 
 
 def _step(target: Target, heads: DraftHeads, tree: Tree, capacity: int) -> TreeStep:

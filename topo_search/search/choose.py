@@ -158,7 +158,8 @@ def allowed_widths(judge: Judge, settings: Settings) -> set[int]:
 def merit(scores: Scores, settings: Settings) -> Float[np.ndarray, " trees"]:
     """What the objective makes best, per tree; a tree without a time is worth nothing for throughput."""
     rate = scores.tokens_per_step if settings.objective == "tokens-per-step" else scores.tokens_per_ms
-    return np.nan_to_num(rate, nan=0.0)
+    worth: np.ndarray = np.nan_to_num(rate, nan=0.0)
+    return worth
 
 
 def joined(parts: Iterable[Scores]) -> Scores:

@@ -191,9 +191,9 @@ class ReplayJudge:
     def _scores(self, walks: Replay, trees: Sequence[Tree]) -> Scores:
         contexts = len(self.times.contexts)
         per_segment = np.add.reduceat(walks.visited, self.segment_starts, axis=1, dtype=np.int32)
-        counts = np.zeros((len(trees), len(self.trace.prompts) * contexts))
-        counts[:, self.segment_keys] = per_segment
-        counts = counts.reshape(len(trees), len(self.trace.prompts), contexts)
+        flat = np.zeros((len(trees), len(self.trace.prompts) * contexts))
+        flat[:, self.segment_keys] = per_segment
+        counts = flat.reshape(len(trees), len(self.trace.prompts), contexts)
         times = np.array([self.times.tree_ms(tree) for tree in trees])
         return Scores(
             trees=tuple(trees),

@@ -94,7 +94,8 @@ def fold_of_prompts(prompts: Sequence[TracePrompt], folds: int, seed: int) -> In
     dealt = sorted(range(count), key=lambda unit: (workload[unit], shuffled[unit]))
     fold = np.empty(count, dtype=np.int64)
     fold[dealt] = np.arange(count) % min(folds, max(count, 1))
-    return fold[units]
+    found: np.ndarray = fold[units]
+    return found
 
 
 def chosen_trees(latency: LatencyTable | None, settings: Settings) -> Procedure:

@@ -151,10 +151,12 @@ def run_study(
     if settings.trials < 1:
         raise InputError(f"A study of {settings.trials} trials is none; give --trials of at least 1.")
     study = open_study(settings)
-    _release_abandoned(study)
+    abandoned = _release_abandoned(study)
     if not any(trial.user_attrs.get("seed") == 0 for trial in _distinct(study)):
         for index, tree in enumerate(seeds):
-            _try(study, _enqueued(study, space, tree, index), tree, objective)
+            _try(study, _enqueued(study, space, tree, seed=index), tree, objective)
+    for tree in abandoned:
+        _try(study, _enqueued(study, space, tree), tree, objective)
     while (done := len(_distinct(study))) < settings.trials:
         asked = ask_new_tree(study, space, settings.seed)
         if asked is None:
@@ -220,13 +222,14 @@ def _sampler(seed: int, number: int) -> Any:
     return TPESampler(seed=(seed * 1_000_003 + number) % 2**32)
 
 
-def _enqueued(study: Study, space: Space, tree: Tree, index: int) -> Trial:
-    """A trial that stands for a seed, whatever tree its parameters would give."""
+def _enqueued(study: Study, space: Space, tree: Tree, *, seed: int | None = None) -> Trial:
+    """A trial that stands for the given tree, whatever tree its parameters would give; `seed` numbers the seeds."""
     study.enqueue_trial(space.parameters(tree))
     trial = study.ask()
     space.suggested(trial)  # reads the queued parameters, so that the sampler knows where the seed lies
     _claim(study, trial, tree)
-    trial.set_user_attr("seed", index)
+    if seed is not None:
+        trial.set_user_attr("seed", seed)
     return trial
 
 
@@ -280,14 +283,18 @@ def _distinct(study: Study) -> list[FrozenTrial]:
     return [t for t in study.get_trials(deepcopy=False, states=finished) if _TWIN not in t.user_attrs]
 
 
-def _release_abandoned(study: Study) -> None:
-    """Give up pending trials of this machine whose process has ended, so that their trees can be tried again."""
+def _release_abandoned(study: Study) -> list[Tree]:
+    """Give up pending trials of this machine whose process has ended; returns their trees, to be tried again."""
     from optuna.trial import TrialState
 
+    trees = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         host, _, pid = str(trial.user_attrs.get(_WORKER, "")).rpartition(":")
         if host == socket.gethostname() and not _alive(int(pid)):
             study.tell(trial.number, state=TrialState.FAIL)
+            if "seed" not in trial.user_attrs:
+                trees.append(Tree.parse(json.loads(trial.user_attrs[_TREE])))
+    return trees
 
 
 def _alive(pid: int) -> bool:
