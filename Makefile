@@ -16,7 +16,7 @@ test: setup $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 	$(MAKE) wheel-test
 
 setup: $(VENV)/.installed
