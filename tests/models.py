@@ -23,11 +23,15 @@ from transformers import (
     MistralConfig,
 )
 
+from topo_search.answers import Answer
 from topo_search.calibrate import EncodedPrompt, true_paths
 from topo_search.compare import teacher_forced
 from topo_search.decode.decoder import Decoded
 from topo_search.files.tree_file import read_tree
+from topo_search.heads.attention import LayerShape
+from topo_search.heads.hydra import HydraBlocks, HydraHeads, HydraShape, untrained_hydra
 from topo_search.heads.medusa import MedusaBlocks, MedusaHeads
+from topo_search.heads.projection import shortlist_of
 from topo_search.identity import HeadsIdentity
 from topo_search.reference import generate_plain
 from topo_search.resources import packaged
@@ -155,30 +159,84 @@ def tiny_heads(target: Target, *, num_heads: int = 4, noise: float = 1.0) -> Med
 
     On these prompts steps of four heads accept any number of drafted tokens from 0 to 4.
     """
-    states, following = _answered(target, num_heads)
-    gram = states.T @ states
-    gram += 0.1 * gram.diagonal().mean() * torch.eye(target.hidden_size, dtype=torch.float64)
-    wanted = functional.one_hot(following, VOCAB).double()
-    maps = torch.linalg.solve(gram, torch.einsum("rh,rkv->khv", states, wanted)).transpose(1, 2)
-    torch.manual_seed(3)
-    maps += noise * maps.std() * torch.randn_like(maps)
-    blocks = MedusaBlocks(num_heads=num_heads, num_layers=1, hidden=target.hidden_size, projection=maps[0])
-    with torch.no_grad():
-        blocks.projection.copy_(maps)
+    states = torch.cat([answer.states[:-1].double() for answer in _answered(target)])
+    maps = _blurred(_fitted([states] * num_heads, _following(target, num_heads)), noise)
+    blocks = MedusaBlocks(num_heads=num_heads, num_layers=1, hidden=target.hidden_size)
+    blocks.projection = torch.nn.Parameter(maps)
     identity = HeadsIdentity(name="tiny", kind="medusa", fingerprint="tiny", num_heads=num_heads)
     return MedusaHeads(blocks, target, identity)
 
 
+def hydra_shape(target: Target, *, num_heads: int = 4, **options: Any) -> HydraShape:
+    """A shape with the given options, its attention layers, if any, shaped as the target's."""
+    attends = options.get("prefix_attention") or options.get("sees") == "fusion"
+    layer = LayerShape.of(target) if attends else None
+    return HydraShape(hidden=target.hidden_size, num_heads=num_heads, layer=layer, **options)
+
+
+def drawn_hydra(target: Target, shape: HydraShape, *, own_projection: bool = False) -> HydraBlocks:
+    """Blocks whose every number is moved from its starting point."""
+    torch.manual_seed(11)
+    blocks = untrained_hydra(target, shape, share_projection=not own_projection).double()
+    with torch.no_grad():
+        for parameter in blocks.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return blocks
+
+
+def bound_hydra(blocks: HydraBlocks, target: Target, *, token_map: torch.Tensor | None = None) -> HydraHeads:
+    """Blocks as draft heads."""
+    identity = HeadsIdentity(name="tiny", kind="hydra", fingerprint="tiny", num_heads=blocks.num_heads)
+    return HydraHeads(blocks, target, identity, token_map=token_map)
+
+
+def tiny_hydra(target: Target, *, shortlist: int | None = None, noise: float = 0.5, **options: Any) -> HydraHeads:
+    """Drawn Hydra heads whose own projections are fitted like those of `tiny_heads`, over the path they see."""
+    blocks = drawn_hydra(target, hydra_shape(target, **options))
+    features, paths = [], []
+    with torch.no_grad():
+        for answer in _answered(target):
+            read = blocks.read_prefix(torch.cat([answer.prompt_states, answer.states])[None])[0]
+            features.append(read[len(answer.prompt_states) : -1])
+            paths.append(true_paths(torch.tensor(answer.tokens), blocks.num_heads)[:, :-1])
+        embedded = target.embed(torch.cat(paths))
+        handed = blocks.true_path(torch.cat(features), embedded, blocks.num_heads)
+    following = _following(target, blocks.num_heads)
+    token_map = None if shortlist is None else shortlist_of(torch.bincount(following[:, 0], minlength=VOCAB), shortlist)
+    maps = _blurred(_fitted(list(handed), following), noise)
+    blocks.projection = torch.nn.Parameter(maps if token_map is None else maps[:, token_map])
+    return bound_hydra(blocks, target, token_map=token_map)
+
+
+def _fitted(inputs: list[torch.Tensor], following: torch.Tensor) -> torch.Tensor:
+    """One map per head, `[heads, vocab, hidden]`, from what its projection reads to the token it should draft."""
+    maps = []
+    for depth, rows in enumerate(inputs):
+        gram = rows.T @ rows
+        gram += 0.1 * gram.diagonal().mean() * torch.eye(rows.shape[1], dtype=torch.float64)
+        wanted = functional.one_hot(following[:, depth], VOCAB).double()
+        maps.append(torch.linalg.solve(gram, rows.T @ wanted).T)
+    return torch.stack(maps)
+
+
+def _blurred(maps: torch.Tensor, noise: float) -> torch.Tensor:
+    torch.manual_seed(3)
+    return maps + noise * maps.std() * torch.randn_like(maps)
+
+
+def _following(target: Target, num_heads: int) -> torch.Tensor:
+    """The tokens that follow the root at every row of the answers."""
+    return torch.cat([true_paths(torch.tensor(answer.tokens), num_heads)[:, 1:] for answer in _answered(target)])
+
+
 @cache
-def _answered(target: Target, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """States of the target's answers, and the tokens that follow the root of each."""
-    states, following = [], []
+def _answered(target: Target) -> list[Answer]:
+    """The target's answers to `PROMPTS`, with their states."""
+    answers = []
     for index, prompt in enumerate(PROMPTS):
         tokens = generate_plain(target, prompt, max_new_tokens=NEW_TOKENS + 8).tokens
-        answer = teacher_forced(target, prompt, tokens, index=index, end="cap")
-        states.append(answer.states[:-1].double())
-        following.append(true_paths(torch.tensor(tokens), num_heads)[:, 1:])
-    return torch.cat(states), torch.cat(following)
+        answers.append(teacher_forced(target, prompt, tokens, index=index, end="cap"))
+    return answers
 
 
 def encoded(*prompts: tuple[int, ...]) -> list[EncodedPrompt]:

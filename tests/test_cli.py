@@ -15,6 +15,7 @@ from folders import save_tiny_heads, save_tiny_target
 from safetensors.numpy import load_file
 
 from topo_search.cli.app import main
+from topo_search.resources import packaged
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -74,7 +75,7 @@ def test_the_whole_flow(run: Run, calibrated: list[object], prompts: Path, tmp_p
     code, out, err = run("optimize", "--budget", 5, "--json")
     assert code == 0, err
     result = json.loads(out)
-    assert set(result) == {
+    assert set(result) >= {
         *("name", "tree_file", "paths", "num_draft_nodes", "verify_width", "depth", "tokens_per_step"),
         *("tokens_per_step_all_positions", "step_ms", "tokens_per_s", "speedup", "recommended", "alternatives"),
     }
@@ -119,6 +120,53 @@ def test_tokens_per_step_needs_no_table(run: Run, model: list[object], prompts: 
     assert result["name"] == "best tree"
 
 
+def test_optimize_asks_optuna(run: Run, calibrated: list[object], tmp_path: Path) -> None:
+    """Computed: stored in the output folder and continued; measured: the tiny model races."""
+    asked = ["optimize", "--budget", 5, "--strategy", "optuna", "--trials", 4, "--json"]
+    code, out, err = run(*asked)
+    assert code == 0, err
+    first = json.loads(out)
+    assert first["study"]["tried"] <= 4
+    assert (tmp_path / "trees/study.db").is_file()
+    code, out, _ = run(*asked)
+    assert json.loads(out)["study"] == first["study"]
+    assert json.loads(out)["paths"] == first["paths"]
+    race = ["--objective", "race", "--prompts", "mine.jsonl", "--num-prompts", 2, "--max-new-tokens", 6]
+    code, out, err = run(*asked, *race, "--repeats", 1, *calibrated)
+    assert code == 0, err
+    study = json.loads(out)["study"]
+    assert study["tried"] == 0 or "remeasured_over_seed" in study
+
+
+def test_optimize_from_an_accuracy_table(run: Run, tmp_path: Path) -> None:
+    """Expected, not replayed: no interval, and a table that breaks a rule is named."""
+    table = tmp_path / "mine.json"
+    table.write_text(json.dumps({"rank_table": [[0.6, 0.15, 0.05], [0.4, 0.1, 0.05]]}))
+    asked = ["optimize", "--accuracies", table, "--objective", "tokens-per-step", "--budget", 4, "--json"]
+    code, out, err = run(*asked)
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["paths"] == [[0], [1], [0, 0]]
+    assert result["tokens_per_step"] == pytest.approx(1.99)
+    assert (result["intervals"], result["tokens_per_s"]) == (None, None)
+    assert result["assumptions"]["law"] == "every position alike, each depth independent of the path"
+    table.write_text(json.dumps({"rank_table": [[0.6, 0.5]]}))
+    _refused(run(*asked), "mine.json", "add up to 1.1")
+    _refused(run("optimize", "--accuracies", table, "--budget", 4), "mine.json")
+
+
+def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[object]) -> None:
+    _refused(run("optimize", "--objective", "race"), "--strategy optuna", "--target")
+    _refused(run("optimize", "--target", "demo"), "--objective race")
+    _refused(run("optimize", "--accuracies", "a.json", "--strategy", "optuna"), "--accuracies")
+    _refused(run("optimize", "--folds", 1), "folds", "at least 2")
+    _refused(run("optimize", "--max-depth", 0), "max depth")
+    _refused(run("optimize", "--batch", 2, "--budget", 4), "batch 2", "topo-search measure")
+    _refused(run("optimize", "--strategy", "optuna", "--trials", 0, "--budget", 4), "--trials")
+    storage = ["--strategy", "optuna", "--storage", "nonsense://x", "--budget", 4]
+    _refused(run("optimize", *storage), "nonsense", "sqlite:///")
+
+
 def test_calibrating_again_continues(run: Run, calibrated: list[object], prompts: Path) -> None:
     trace = next(Path("calibration").glob("*.trace.safetensors"))
     before = load_file(trace)["ranks"]
@@ -127,11 +175,43 @@ def test_calibrating_again_continues(run: Run, calibrated: list[object], prompts
     assert (load_file(trace)["ranks"] == before).all()
 
 
+def test_heads_are_described_and_written_for_other_engines(run: Run, tiny_folders: dict[str, Path]) -> None:
+    about = [tiny_folders["heads"], "--target", tiny_folders["target"]]
+    code, out, err = run("heads", *about, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    assert (found["kind"], found["shape"]["num_heads"], found["projection"]) == ("medusa", 3, "target")
+    assert found["num_parameters"] == 3 * (64 * 64 + 64)
+    assert found["share"] == found["num_parameters"] / found["target_parameters"]
+    assert found["record"]["base_model_name_or_path"] == "tiny"
+    code, out, err = run("heads", *about)
+    assert code == 0, err
+    assert "parameters" in out
+    assert "claimed for a 7B target" in out
+    for layout in ("medusa-a", "medusa-b"):
+        code, _, err = run("heads", *about, "--to", layout, "--out", layout)
+        assert code == 0, err
+        code, out, err = run("heads", layout, *about[1:], "--json")
+        assert json.loads(out)["layout"] == "Medusa A, B or C"
+        assert json.loads(out)["projection"] == ("own" if layout == "medusa-a" else "target")
+    _refused(run("heads", *about, "--to", "medusa-a"), "--to", "--out")
+    _refused(run("heads", *about, "--to", "eagle", "--out", "x"), "eagle", "medusa-a")
+    _refused(run("heads", "medusa-a", *about[1:], "--to", "medusa-b", "--out", "x"), "layout B", "--to medusa-a")
+
+
+def test_heads_run_in_a_precision_of_their_own(run: Run, model: list[object]) -> None:
+    tree = ["--tree", packaged("trees/reference/medusa-63.tree.json"), "--prune-depth", 2, "--max-new-tokens", 4]
+    code, _, err = run("generate", "w1 w2", *model, *tree, "--heads-dtype", "bfloat16")
+    assert code == 0, err
+    assert "tokens per step" in err
+    _refused(run("generate", "w1", *model, "--heads-dtype", "int3"), "int3", "bfloat16")
+
+
 def test_training_writes_heads_that_calibrate(
     run: Run, tiny_folders: dict[str, Path], prompts: Path, tmp_path: Path
 ) -> None:
     target = ["--target", tiny_folders["target"]]
-    settings = ["--max-new-tokens", 12, "--num-heads", 2, "--epochs", 2, "--batch", 8, "--sampled-tokens", 0]
+    settings = ["--max-new-tokens", 12, "--num-heads", 2, "--epochs", 2, "--batch-texts", 8, "--sampled-tokens", 0]
     code, _, err = run("train", "medusa", "--out", "mine", *target, "--prompts", prompts, *settings)
     assert code == 0, err
     config = json.loads((tmp_path / "mine/config.json").read_text())
@@ -309,16 +389,16 @@ def test_stop_strings_end_the_answer(run: Run, calibrated: list[object]) -> None
     assert cut.split() == out.split()[: end + 1]
 
 
-def test_optimize_and_help_load_no_torch(tmp_path: Path) -> None:
+def test_optimize_loads_nothing_heavy(tmp_path: Path) -> None:
     code = (
         "import sys; sys.argv = ['topo-search', 'optimize', '--budget', '64'];"
         "from topo_search.cli import main\n"
         "try: main()\n"
-        "finally: print('torch' in sys.modules, 'transformers' in sys.modules)"
+        "finally: print([name for name in ('torch', 'transformers', 'optuna', 'scipy.stats') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().splitlines()[-1] == "False False"
+    assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
 def test_the_module_is_the_same_command(tmp_path: Path) -> None:

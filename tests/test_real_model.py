@@ -13,6 +13,7 @@ from topo_search.files.tree_file import read_tree
 from topo_search.heads import DraftHeads
 from topo_search.heads.checkpoints import PACKAGED_HEADS
 from topo_search.resources import packaged
+from topo_search.search.choose import Settings
 from topo_search.search.optimize import optimize
 from topo_search.target import Target, load_target
 from topo_search.tree import Tree
@@ -64,12 +65,12 @@ def test_the_shipped_heads_are_small_and_good(demo: Target, demo_heads: DraftHea
     trace = read_trace(packaged("calibration/demo/demo.trace.safetensors"))
     assert trace.target == demo.identity
     assert trace.heads == demo_heads.identity
-    assert optimize(trace, None, budget=64, objective="tokens-per-step")["best tree"].tokens_per_step > 1.8
+    assert optimize(trace, None, Settings(budget=64, objective="tokens-per-step"))["best tree"].tokens_per_step > 1.8
 
 
 def test_the_shipped_table_fits_the_shipped_trace() -> None:
     trace = read_trace(packaged("calibration/demo/demo.trace.safetensors"))
     latency = read_latency(packaged("calibration/demo/demo.latency.json"))
     assert (latency.target, latency.heads) == (trace.target, trace.heads)
-    result = optimize(trace, latency, budget=64)
+    result = optimize(trace, latency, Settings(budget=64))
     assert result[result.recommended].tokens_per_s == max(found.tokens_per_s or 0 for found in result.alternatives)

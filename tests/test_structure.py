@@ -23,7 +23,7 @@ LAYERS = (
     },
     {
         *("ranking", "target", "heads", "decode", "training", "answers", "calibrate", "measure", "device"),
-        *("compare", "reference", "bench"),
+        *("compare", "reference", "bench", "race_objective"),
     },
     {"report", "cli", "__main__"},
 )

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from topo_search.files.tree_file import TreeFile, read_tree, write_tree
     from topo_search.heads import load_heads
     from topo_search.identity import sampling_rule
+    from topo_search.search.assess import Assessment, assess
+    from topo_search.search.choose import Settings
     from topo_search.search.optimize import SearchResult, optimize
     from topo_search.stats import DecodeStats
     from topo_search.target import Target, load_target
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from topo_search.tree import Tree
 
 _HOME = {
+    "Assessment": "search.assess",
     "CheckError": "errors",
     "DecodeStats": "stats",
     "Decoded": "decode.decoder",
@@ -32,12 +35,14 @@ _HOME = {
     "MismatchError": "errors",
     "RankTrace": "trace",
     "SearchResult": "search.optimize",
+    "Settings": "search.choose",
     "Target": "target",
     "TopoSearchError": "errors",
     "Tree": "tree",
     "TreeDecoder": "decode.decoder",
     "TreeFile": "files.tree_file",
     "TreeGenerator": "decode.habits",
+    "assess": "search.assess",
     "decode_batch": "decode.batch",
     "load_heads": "heads",
     "load_target": "target",
@@ -48,6 +53,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Assessment",
     "CheckError",
     "DecodeStats",
     "Decoded",
@@ -56,12 +62,14 @@ __all__ = [
     "MismatchError",
     "RankTrace",
     "SearchResult",
+    "Settings",
     "Target",
     "TopoSearchError",
     "Tree",
     "TreeDecoder",
     "TreeFile",
     "TreeGenerator",
+    "assess",
     "decode_batch",
     "load_heads",
     "load_target",

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from topo_search.errors import MismatchError
-from topo_search.prefixes import PrefixTable
+from topo_search.prefixes import NO_NODE, PrefixTable
 from topo_search.trace import RankTrace
 from topo_search.tree import Path, Tree
 
@@ -87,13 +87,12 @@ def replay_nested(
     table = table or PrefixTable.of(trace)
     never = len(order) + 1
     entry = np.full(len(table.depths) + 1, never, dtype=np.int32)  # the size from which each node is in; last: no node
-    for size, path in enumerate(order, start=1):
-        if path in table.numbers:
-            entry[table.numbers[path]] = size
+    nodes = table.find(order)
+    entry[nodes[nodes != NO_NODE]] = np.flatnonzero(nodes != NO_NODE) + 1
     wanted = np.fromiter(sizes, dtype=np.int32)[:, None]
     hits = np.zeros((len(wanted), len(table.node_of_row)), dtype=np.int16)
-    for nodes in table.node_of_row.T:
-        hits += entry[nodes] <= wanted  # NO_NODE = -1 picks the last entry: never
+    for passed in table.node_of_row.T:
+        hits += entry[passed] <= wanted  # NO_NODE = -1 picks the last entry: never
     return walk(trace, hits)
 
 
@@ -130,7 +129,8 @@ def _hit_lengths(trace: RankTrace, tree: Tree, table: PrefixTable) -> Int[np.nda
             f"The tree uses rank {tree.max_rank}, but the trace resolves ranks 0 to {trace.resolved_ranks - 1}."
         )
     inside = np.zeros(len(table.depths) + 1, dtype=np.int16)  # last: no node
-    inside[[table.numbers[path] for path in tree.paths if path in table.numbers]] = 1
+    found = table.find(tree.paths)
+    inside[found[found != NO_NODE]] = 1
     hits = np.zeros(len(table.node_of_row), dtype=np.int16)
     for nodes in table.node_of_row.T:
         hits += inside[nodes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -94,23 +95,23 @@ class RankTrace:
         """Draft heads recorded."""
         return int(self.ranks.shape[1])
 
-    @property
+    @cached_property
     def starts(self) -> Int[np.ndarray, " prompts_plus_one"]:
         """First row of each prompt, and the number of rows last."""
         return np.concatenate([[0], np.cumsum([prompt.rows for prompt in self.prompts], dtype=np.int64)])
 
-    @property
+    @cached_property
     def prompt_of_row(self) -> Int[np.ndarray, " rows"]:
         """Index of each row's prompt."""
         return np.repeat(np.arange(len(self.prompts)), [prompt.rows for prompt in self.prompts])
 
-    @property
+    @cached_property
     def positions(self) -> Int[np.ndarray, " rows"]:
         """j of each row: answer tokens already in the cache when a step starts there."""
         positions: np.ndarray = np.arange(self.ranks.shape[0]) - self.starts[self.prompt_of_row]
         return positions
 
-    @property
+    @cached_property
     def remaining(self) -> Int[np.ndarray, " rows"]:
         """N - 1 - j of each row: tokens that a step starting there can still emit."""
         lengths = np.array([prompt.answer_tokens for prompt in self.prompts], dtype=np.int64)

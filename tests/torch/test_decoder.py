@@ -360,7 +360,8 @@ def test_500_steps_leave_every_buffer_where_it_was() -> None:
         after_ten = live_bytes()
         for _ in range(490):
             next(steps)
-    assert live_bytes() == after_ten
+    path_bytes = (DENSE.depth + 1) * target.hidden_size * 8  # the last step's states, as many as it committed
+    assert abs(live_bytes() - after_ten) < path_bytes
     assert [buffer.data_ptr() for buffer in decoder.buffers()] == addresses
 
 

@@ -1,319 +1,296 @@
-"""Training: labels by closed form, losses against plain cross-entropy, runs that continue where they were killed."""
+"""Training runs of every family: they learn, continue where they were killed, and refuse what cannot be learnt."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from folders import word_tokenizer
-from models import PROMPTS, VOCAB, target_of
-from torch import Tensor
-from torch.nn import functional
+from learning import FAMILIES, HEADS, corpus, fresh, loss_of, own_text, states_of
+from torch import nn
 
-from topo_search.answers import Answer, answer_batch
 from topo_search.errors import InputError
-from topo_search.heads.medusa import MedusaBlocks, untrained_blocks
-from topo_search.target import Target
-from topo_search.training import text as text_module
-from topo_search.training.medusa import (
-    IGNORED,
-    MedusaRecipe,
+from topo_search.training import checkpoint as checkpoint_module
+from topo_search.training import heads as heads_module
+from topo_search.training.heads import (
+    Corpus,
+    Recipe,
     TrainingReport,
-    _candidates,
-    aligned_labels,
-    head_losses,
-    train_medusa,
+    evaluate,
+    schedule,
+    split_held_out,
+    train_heads,
 )
-from topo_search.training.text import TrainingText, invent_prompts, same_store, user_turns, write_answers
+from topo_search.training.text import TrainingText, text_of
 
-RECIPE = MedusaRecipe(num_heads=3, batch=4, epochs=1, sampled_tokens=0, learning_rate=1e-2)
-OUTPUT = target_of("llama").output_weight.float()
+RECIPE = Recipe(batch_texts=2, learning_rate=1e-2, sampled_tokens=20)
+Report = Callable[[TrainingReport], None]
 
 
-def text_of(*answers: Sequence[int]) -> TrainingText:
-    """Answers of the given tokens, with drawn states."""
-    tokens = torch.tensor([token for answer in answers for token in answer])
-    lengths = torch.tensor([len(answer) for answer in answers])
-    states = torch.randn(len(tokens), OUTPUT.shape[1]).half()
-    return TrainingText(
-        tokens=tokens, states=states, answer_of=torch.repeat_interleave(torch.arange(len(answers)), lengths)
+def trained(
+    family: str,
+    recipe: Recipe = RECIPE,
+    *,
+    epochs: int = 6,
+    checkpoint: Path | None = None,
+    report: Report | None = None,
+) -> nn.Module:
+    """Heads of a family after a run."""
+    blocks = fresh(family)
+    train_heads(
+        loss_of(blocks, distill=recipe.distill),
+        [corpus(epochs)],
+        recipe,
+        num_heads=HEADS,
+        checkpoint=checkpoint,
+        report=report,
     )
+    return blocks
 
 
-def fresh_blocks(*, shared: bool = True) -> MedusaBlocks:
-    target = target_of("llama")
-    return untrained_blocks(target, num_heads=3, num_layers=1, share_projection=shared).float()
+def assert_equal(one: nn.Module, other: nn.Module) -> None:
+    for (name, mine), (_, yours) in zip(one.state_dict().items(), other.state_dict().items(), strict=True):
+        assert torch.equal(mine, yours), name
 
 
-# Alignment
+def differs(one: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return any(not torch.equal(mine, yours) for mine, yours in pairs)
 
 
-@pytest.mark.parametrize("lengths", [(10,), (1,), (2,), (3, 1, 4), (1, 1, 5, 2), (4, 4)])
-@pytest.mark.parametrize("num_heads", [1, 3, 6])
-def test_head_k_at_position_t_learns_the_token_k_later(lengths: tuple[int, ...], num_heads: int) -> None:
-    """FIELD-CASES 82: states[t] chose tokens[t] = x_{t+1}, so head k, which guesses x_{t+1+k}, learns tokens[t + k]."""
-    offsets = [sum(lengths[:index]) for index in range(len(lengths))]
-    tokens = torch.arange(100, 100 + sum(lengths))
-    answer_of = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
-    labels = aligned_labels(tokens, answer_of, num_heads)
-    assert labels.shape == (sum(lengths), num_heads)
-    for offset, length in zip(offsets, lengths, strict=True):
-        for t in range(length):
-            for k in range(1, num_heads + 1):
-                expected = 100 + offset + t + k if t + k < length else IGNORED
-                assert labels[offset + t, k - 1] == expected
+# Learning
 
 
-def test_a_perfect_alignment_is_that_of_calibration() -> None:
-    """The state that training pairs with a label is the one that calibration ranks that token by."""
-    answer = answer_batch(target_of("llama"), [PROMPTS[0]], max_new_tokens=12)[0]
-    tokens = torch.tensor(answer.tokens)
-    labels = aligned_labels(tokens, torch.zeros(12, dtype=torch.long), 3)
-    for row in range(len(answer.tokens)):
-        chosen = target_of("llama").choose(answer.states[row])
-        assert chosen == tokens[row]  # states[row] chose the root y_row ...
-        assert labels[row, 0] == (tokens[row + 1] if row + 1 < 12 else IGNORED)  # ... and head 1 learns what follows
-
-
-# Losses
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_losses_are_plain_cross_entropy_over_the_whole_vocabulary(shared: bool) -> None:
-    blocks = fresh_blocks(shared=shared)
-    with torch.no_grad():
-        blocks.weight.normal_(std=0.05)
-    states = torch.randn(9, OUTPUT.shape[1])
-    labels = torch.randint(0, VOCAB, (9, 3))
-    labels[7:, 1], labels[:, 2] = IGNORED, IGNORED
-    losses = head_losses(blocks, OUTPUT, states, labels, RECIPE, torch.Generator())
-    features = blocks(states, 3)
-    for head in (0, 1):
-        weight = OUTPUT if blocks.projection is None else blocks.projection[head]
-        expected = functional.cross_entropy(features[head] @ weight.T, labels[:, head], ignore_index=IGNORED)
-        assert losses[head].item() == pytest.approx(expected.item(), rel=1e-5)
-    assert losses[2].item() == 0.0  # a head without a label in the batch, not NaN
-
-
-def test_with_every_negative_sampled_the_loss_is_the_full_one() -> None:
-    blocks, sampler = fresh_blocks(), torch.Generator().manual_seed(0)
-    states, labels = torch.randn(56, OUTPUT.shape[1]), torch.arange(56)[:, None].expand(56, 3)
-    candidates, correction = _candidates(labels, VOCAB, 60, sampler)
-    assert sorted(candidates.tolist()) == list(range(VOCAB))
-    assert not correction.any()
-    sampled = head_losses(blocks, OUTPUT, states, labels, replace(RECIPE, sampled_tokens=60), sampler)
-    full = head_losses(blocks, OUTPUT, states, labels, RECIPE, sampler)
-    assert torch.allclose(sampled, full, rtol=1e-5)
-
-
-def test_the_sampled_denominator_is_unbiased() -> None:
-    """The mean over many samples of the softmax's denominator is that of the whole vocabulary."""
-    scores, sampler = torch.randn(VOCAB, dtype=torch.float64), torch.Generator().manual_seed(1)
-    labels = torch.tensor([[3, 5, IGNORED], [5, 9, 20]])
-    drawn = []
-    for _ in range(4000):
-        candidates, correction = _candidates(labels, VOCAB, 12, sampler)
-        assert {3, 5, 9, 20} <= set(candidates.tolist())
-        assert len(set(candidates.tolist())) == len(candidates) < VOCAB
-        drawn.append((scores[candidates] + correction).exp().sum())
-    estimates = torch.stack(drawn)
-    error = estimates.std() / len(drawn) ** 0.5
-    assert abs(estimates.mean() - scores.exp().sum()) < 4 * error < 0.02 * scores.exp().sum()
-
-
-def test_a_batch_that_holds_the_whole_vocabulary_has_no_negative() -> None:
-    """A byte-level vocabulary soon is in every batch."""
-    labels = torch.arange(VOCAB)[:, None].expand(VOCAB, 3)
-    candidates, correction = _candidates(labels, VOCAB, 5, torch.Generator())
-    assert candidates.tolist() == list(range(VOCAB))
-    assert not correction.any()
-
-
-# Runs
-
-
-@cache
-def own_text() -> TrainingText:
-    """What the tiny target writes after the prompts of the tests."""
-    answers = answer_batch(target_of("llama"), PROMPTS, max_new_tokens=30)
-    return TrainingText(
-        tokens=torch.tensor([token for answer in answers for token in answer.tokens]),
-        states=torch.cat([answer.states for answer in answers]).half(),
-        answer_of=torch.repeat_interleave(torch.arange(len(PROMPTS)), 30),
-    )
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_training_lowers_the_loss_of_every_head(shared: bool) -> None:
-    text, blocks = own_text(), fresh_blocks(shared=shared)
-    labels = aligned_labels(text.tokens, text.answer_of, 3)
-
-    def losses() -> Tensor:
-        with torch.no_grad():
-            return head_losses(blocks, OUTPUT, text.states.float(), labels, RECIPE, torch.Generator())
-
-    before = losses()
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_training_lowers_the_loss_of_every_head(family: str, own: bool) -> None:
+    blocks = fresh(family, own_projection=own)
+    loss, (text, states) = loss_of(blocks), (own_text(), states_of(own_text()))
+    before = evaluate(loss, text, states, num_heads=HEADS)
     reports: list[TrainingReport] = []
-    recipe = replace(RECIPE, batch=29, epochs=20, sampled_tokens=20)
-    trained = train_medusa(blocks, OUTPUT, text, recipe, report=reports.append)
-    assert trained is blocks
-    assert bool((losses() < 0.6 * before).all())
-    assert reports[-1].step == reports[-1].steps == 20 * 4
-    assert len(reports[-1].loss_per_head) == 3
+    seconds = train_heads(loss, [corpus(8)], RECIPE, num_heads=HEADS, report=reports.append)
+    after = evaluate(loss, text, states, num_heads=HEADS)
+    assert all(late < 0.7 * early for late, early in zip(after.loss, before.loss, strict=True))
+    assert reports[-1].step == reports[-1].steps == 8 * 5
+    assert len(reports[-1].loss_per_head) == HEADS
+    assert seconds > 0
+    for name, parameter in blocks.named_parameters():
+        assert bool(torch.isfinite(parameter).all()), name
 
 
-def test_a_killed_run_ends_bit_identical_to_an_undisturbed_one(tmp_path: Path) -> None:
-    """Killed at step 120, it continues from the checkpoint of step 100 with optimiser, order and negatives."""
-    recipe = replace(RECIPE, epochs=5, sampled_tokens=20)
-    undisturbed = train_medusa(fresh_blocks(), OUTPUT, own_text(), recipe)
+def test_corpora_are_learned_from_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    load = heads_module.load_batch
+
+    def spy(text: TrainingText, *arguments: Any, **named: Any) -> Any:
+        seen.append(len(text.prompt_lengths))
+        return load(text, *arguments, **named)
+
+    monkeypatch.setattr(heads_module, "load_batch", spy)
+    few = own_text().select([1, 3])
+    ordinary = Corpus(text=few, states=states_of(few), epochs=2)
+    train_heads(loss_of(fresh("medusa")), [ordinary, corpus(1)], RECIPE, num_heads=HEADS)
+    assert seen == [2] * 2 + [9] * 5
+
+
+def test_every_text_is_learned_from_once_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[int]] = []
+    load = heads_module.load_batch
+
+    def spy(text: TrainingText, states: Any, texts: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+        seen.append(texts.tolist())
+        return load(text, states, texts, *arguments, **named)
+
+    monkeypatch.setattr(heads_module, "load_batch", spy)
+    trained("medusa", epochs=2)
+    epochs = [[text for batch in seen[start : start + 5] for text in batch] for start in (0, 5)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(9))] * 2
+    assert epochs[0] != epochs[1]
+
+
+def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
+    shares = [schedule(step, 200) for step in range(200)]
+    assert shares[0] == pytest.approx(0.1)
+    assert max(shares) == shares[9] == shares[10] == 1.0
+    assert shares[10:] == sorted(shares[10:], reverse=True)
+    assert shares[-1] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_held_out_texts_are_no_training_texts() -> None:
+    kept, held = split_held_out(own_text(), 0.34, seed=3)
+    assert len(held.prompt_lengths) == 3
+    texts = [tuple(part.tolist()) for one in (kept, held) for part in one.tokens.split(one.lengths.tolist())]
+    assert sorted(texts) == sorted(
+        tuple(part.tolist()) for part in own_text().tokens.split(own_text().lengths.tolist())
+    )
+    assert split_held_out(own_text(), 0.34, seed=3)[1].digest == held.digest
+    assert split_held_out(own_text(), 0.34, seed=4)[1].digest != held.digest
+
+
+# Runs that are killed
+
+
+@pytest.mark.parametrize("killed_at", [1, 7, 13, 26])
+@pytest.mark.parametrize("family", ["medusa", "hydra", "hydra++"])
+def test_a_killed_run_ends_bit_identical_to_an_undisturbed_one(
+    family: str, killed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the step, it continues from the checkpoint before it with optimiser, order and negatives."""
+    monkeypatch.setattr(heads_module, "_SAVE_EVERY", 5)
+    monkeypatch.setattr(heads_module, "_REPORT_EVERY", 1)
+    recipe = replace(RECIPE, distill=0.7 if family == "hydra++" else 0.0)
+    undisturbed = trained(family, recipe)
     checkpoint = tmp_path / "training.pt"
 
-    def kill(report: TrainingReport) -> None:
-        if report.step == 120:
+    def kill(at: TrainingReport) -> None:
+        if at.step == killed_at:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        train_medusa(fresh_blocks(), OUTPUT, own_text(), recipe, checkpoint=checkpoint, report=kill)
-    assert checkpoint.exists()
+        trained(family, recipe, checkpoint=checkpoint, report=kill)
+    assert checkpoint.exists() == (killed_at >= 5)
     steps: list[int] = []
-    resumed = train_medusa(
-        fresh_blocks(),
-        OUTPUT,
-        own_text(),
-        recipe,
-        checkpoint=checkpoint,
-        report=lambda report: steps.append(report.step),
-    )
-    assert steps[0] == 120
-    assert not checkpoint.exists()
-    for one, other in zip(undisturbed.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(one, other)
-    with pytest.raises(KeyboardInterrupt):
-        train_medusa(fresh_blocks(), OUTPUT, own_text(), recipe, checkpoint=checkpoint, report=kill)
-    with pytest.raises(InputError, match=r"training.pt is of a run with other settings; delete it"):
-        train_medusa(fresh_blocks(), OUTPUT, own_text(), replace(recipe, seed=1), checkpoint=checkpoint)
+    resumed = trained(family, recipe, checkpoint=checkpoint, report=lambda at: steps.append(at.step))
+    assert steps == list(range(killed_at // 5 * 5 + 1, 31))
+    assert_equal(undisturbed, resumed)
+
+
+def test_a_finished_run_is_not_lost_before_its_heads_are_written(tmp_path: Path) -> None:
+    """Killed between the last step and the heads' file: the run resumes at its end."""
+    checkpoint = tmp_path / "training.pt"
+    first = trained("medusa", checkpoint=checkpoint)
+    steps: list[int] = []
+    assert_equal(first, trained("medusa", checkpoint=checkpoint, report=lambda at: steps.append(at.step)))
+    assert steps == []
 
 
 def test_the_seed_decides_the_heads() -> None:
-    runs = [
-        train_medusa(fresh_blocks(), OUTPUT, own_text(), replace(RECIPE, sampled_tokens=20, seed=seed))
-        for seed in (0, 0, 1)
-    ]
-    assert torch.equal(runs[0].weight, runs[1].weight)
-    assert not torch.equal(runs[0].weight, runs[2].weight)
+    runs = [trained("medusa", replace(RECIPE, seed=seed), epochs=1) for seed in (0, 0, 1)]
+    assert_equal(runs[0], runs[1])
+    assert differs(runs[0], runs[2])
 
 
 @pytest.mark.parametrize(
-    ("answers", "message"),
-    [
-        ([[5], [9], [3]], "0 supervised tokens"),
-        ([[5, 9, VOCAB]], rf"token ids outside 0 .. {VOCAB - 1}"),
-        ([[5, -1, 9]], "token ids outside"),
-    ],
+    ("changed", "word"),
+    [({"seed": 1}, "recipe"), ({"learning_rate": 1e-4}, "recipe"), ({"distill": 0.5}, "recipe")],
 )
-def test_text_that_cannot_be_learnt_is_refused(answers: list[list[int]], message: str) -> None:
-    """FIELD-CASES 83, 84: no NaN step without a label, no index assert by an id beyond the rows."""
-    with pytest.raises(InputError, match=message):
-        train_medusa(fresh_blocks(), OUTPUT, text_of(*answers), RECIPE)
+def test_a_checkpoint_of_other_settings_is_refused(changed: dict[str, Any], word: str, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "training.pt"
+    trained("medusa", epochs=1, checkpoint=checkpoint)
+    with pytest.raises(InputError, match=rf"training.pt is of a run with other settings \({word}\); delete it or use"):
+        trained("medusa", replace(RECIPE, **changed), epochs=1, checkpoint=checkpoint)
 
 
-# Text
+def test_a_checkpoint_of_other_heads_or_text_is_refused(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "training.pt"
+    trained("hydra", epochs=1, checkpoint=checkpoint)
+    with pytest.raises(InputError, match=r"other settings \(heads\)"):
+        trained("guide", epochs=1, checkpoint=checkpoint)
+    with pytest.raises(InputError, match=r"other settings \(texts\)"):
+        trained("hydra", epochs=2, checkpoint=checkpoint)
 
 
-@cache
-def talker() -> Target:
-    """The tiny target with a tokenizer that has a chat template."""
-    return replace(target_of("llama"), tokenizer=word_tokenizer(), eos_token_ids=(51,))
+@pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04 half a file"])
+def test_a_damaged_checkpoint_is_named(content: bytes, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "training.pt"
+    checkpoint.write_bytes(content)
+    with pytest.raises(InputError, match=r"training.pt is no checkpoint of a training run .*; delete it"):
+        trained("medusa", epochs=1, checkpoint=checkpoint)
 
 
-def test_answers_are_stored_as_written(tmp_path: Path) -> None:
-    target = talker()
-    text = write_answers(target, PROMPTS, max_new_tokens=20, store=tmp_path, batch_size=3)
-    assert len(list(tmp_path.glob("answers-*.safetensors"))) == 2
-    answers = answer_batch(target, PROMPTS, max_new_tokens=20)
-    assert text.tokens.tolist() == [token for answer in answers for token in answer.tokens]
-    assert text.answer_of.tolist() == [a for a, answer in enumerate(answers) for _ in answer.tokens]
-    assert len({len(answer.tokens) for answer in answers}) > 1
-    assert torch.allclose(text.states.double(), torch.cat([a.states for a in answers]), rtol=0, atol=4e-3)
+def test_a_checkpoint_that_holds_code_is_not_run(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "training.pt"
+    torch.save({"settings": Path("never")}, checkpoint)
+    with pytest.raises(InputError, match=r"training.pt is no checkpoint"):
+        trained("medusa", epochs=1, checkpoint=checkpoint)
 
 
-def test_other_prompts_in_the_same_store_meet_no_old_answers(tmp_path: Path) -> None:
-    write_answers(talker(), PROMPTS, max_new_tokens=8, store=tmp_path, batch_size=2)
-    others = [[*prompt, 9] for prompt in PROMPTS]
-    text = write_answers(talker(), others, max_new_tokens=8, store=tmp_path, batch_size=2)
-    answers = answer_batch(talker(), others, max_new_tokens=8)
-    assert text.tokens.tolist() == [token for answer in answers for token in answer.tokens]
+# What goes wrong on the way
 
 
-def spied_batches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the batches that the target answers from now on."""
-    sizes: list[int] = []
-
-    def spy(target: Target, prompts: Sequence[Sequence[int]], **arguments: Any) -> list[Answer]:
-        sizes.append(len(prompts))
-        return answer_batch(target, prompts, **arguments)
-
-    monkeypatch.setattr(text_module, "answer_batch", spy)
-    return sizes
-
-
-def test_interrupted_answers_continue_with_the_first_missing_shard(
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = write_answers(talker(), PROMPTS, max_new_tokens=8, store=tmp_path / "whole", batch_size=1)
+    monkeypatch.setattr(heads_module, "_SAVE_EVERY", 5)
+    monkeypatch.setattr(heads_module, "_REPORT_EVERY", 1)
+    checkpoint = tmp_path / "training.pt"
+    blocks = fresh("medusa")
 
-    def kill(done: int, total: int) -> None:
-        assert total == len(PROMPTS)
-        if done == 2:
-            raise KeyboardInterrupt
+    def spoil(at: TrainingReport) -> None:
+        if at.step == 12:
+            with torch.no_grad():
+                blocks.bias[0, 0, 0] = float("nan")
 
-    store = tmp_path / "killed"
-    with pytest.raises(KeyboardInterrupt):
-        write_answers(talker(), PROMPTS, max_new_tokens=8, store=store, batch_size=1, progress=kill)
-    batches = spied_batches(monkeypatch)
-    resumed = write_answers(talker(), PROMPTS, max_new_tokens=8, store=store, batch_size=1)
-    assert batches == [1, 1]
-    assert torch.equal(resumed.tokens, whole.tokens)
-    assert torch.equal(resumed.states, whole.states)
-
-
-OPENINGS = ["w1 w2", "w3", "w4 w5 w6"]
+    with pytest.raises(
+        InputError, match=r"loss is nan .* at step 12: lower --learning-rate.*training.pt, is untouched"
+    ):
+        train_heads(loss_of(blocks), [corpus(6)], RECIPE, num_heads=HEADS, checkpoint=checkpoint, report=spoil)
+    assert torch.load(checkpoint, weights_only=True)["step"] == 10
+    assert_equal(trained("medusa", checkpoint=checkpoint), trained("medusa"))
 
 
-def test_invented_prompts_continue_their_openings_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = invent_prompts(talker(), OPENINGS, count=7, seed=0, store=tmp_path, batch_size=4)
-    assert len(set(turns)) == len(turns) == 7
-    assert all(turn.startswith(tuple(OPENINGS)) for turn in turns)
-    assert all(any(turn.startswith(opening) for turn in turns) for opening in OPENINGS)
-    assert any(len(turn.split()) > 3 for turn in turns)
-    assert user_turns(turns)[1].messages == ({"role": "user", "content": turns[1]},)
-    (tmp_path / "prompts-00001.json").unlink()
-    batches = spied_batches(monkeypatch)
-    assert invent_prompts(talker(), OPENINGS, count=7, seed=0, store=tmp_path, batch_size=4) == turns
-    assert batches == [4]
-    assert invent_prompts(talker(), OPENINGS, count=7, seed=1, store=tmp_path / "other", batch_size=4) != turns
+def test_a_gradient_that_is_no_number_reaches_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss can be a number where its gradient is none; such a step must not end in a checkpoint."""
+    monkeypatch.setattr(heads_module, "_SAVE_EVERY", 1)
+    checkpoint = tmp_path / "training.pt"
+    blocks = fresh("medusa")
+    calls = 0
+
+    def broken(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return gradient * float("nan") if calls == 4 else gradient
+
+    blocks.weight.register_hook(broken)
+    with pytest.raises(InputError, match=r"its gradient nan at step 3"):
+        train_heads(loss_of(blocks), [corpus(6)], RECIPE, num_heads=HEADS, checkpoint=checkpoint)
+    held = torch.load(checkpoint, weights_only=True)
+    assert held["step"] == 3
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in held["blocks"].values())
+    assert bool(torch.isfinite(blocks.weight).all())
 
 
-def test_a_target_without_further_turns_is_refused_and_not_asked_for_ever(tmp_path: Path) -> None:
-    silent = replace(talker(), eos_token_ids=tuple(range(VOCAB)))
-    with pytest.raises(InputError, match=r"invents only [1-9]\d* distinct prompts of 500; ask for fewer"):
-        invent_prompts(silent, ["w1"], count=500, seed=0, store=tmp_path, batch_size=30)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed")])
+def test_a_full_disk_keeps_the_checkpoint_before(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads_module, "_SAVE_EVERY", 5)
+    checkpoint = tmp_path / "training.pt"
+    save, saved = torch.save, 0
+
+    def full(state: Any, path: Path) -> None:
+        nonlocal saved
+        saved += 1
+        if saved == 3:
+            Path(path).write_bytes(b"half")
+            raise error
+        save(state, path)
+
+    monkeypatch.setattr(checkpoint_module.torch, "save", full)
+    with pytest.raises(InputError, match=r"training.pt cannot be written .*the one before it is untouched.*--work"):
+        trained("medusa", checkpoint=checkpoint)
+    assert [path.name for path in tmp_path.iterdir()] == ["training.pt"]
+    assert torch.load(checkpoint, weights_only=True)["step"] == 10
+    monkeypatch.setattr(checkpoint_module.torch, "save", save)
+    assert_equal(trained("medusa", checkpoint=checkpoint), trained("medusa"))
 
 
-def test_a_tokenizer_without_a_template_is_refused_with_both_ways_out(tmp_path: Path) -> None:
-    """FIELD-CASES 80."""
-    target = replace(talker(), tokenizer=word_tokenizer(chat_template=None))
-    with pytest.raises(InputError, match=r"no chat template.*instruct model .or --tokenizer.*raw text rows"):
-        invent_prompts(target, OPENINGS, count=2, seed=0, store=tmp_path)
+def test_text_without_a_supervised_token_is_refused() -> None:
+    """FIELD-CASES 83."""
+    text = text_of([torch.tensor([3, 4, 5]), torch.tensor([6, 7])], [2, 1])
+    lost = Corpus(text=text, states=states_of(text), epochs=1)
+    with pytest.raises(InputError, match="0 supervised tokens"):
+        train_heads(loss_of(fresh("medusa")), [lost], RECIPE, num_heads=HEADS)
 
 
-def test_a_store_belongs_to_one_run(tmp_path: Path) -> None:
-    same_store(tmp_path, {"target": "a", "seed": 0})
-    same_store(tmp_path, {"seed": 0, "target": "a"})
-    with pytest.raises(InputError, match="holds text of another run"):
-        same_store(tmp_path, {"target": "b", "seed": 0})
+def test_a_batch_whose_labels_no_head_drafts_changes_nothing_but_the_step() -> None:
+    """FIELD-CASES 83: no NaN where a step has no label that the shortlist holds."""
+    text = own_text()
+    missing = torch.tensor([token for token in range(61) if token not in set(text.tokens.tolist())])
+    assert len(missing)
+    loss = loss_of(fresh("hydra++"), token_map=missing, distill=0.5)
+    train_heads(loss, [corpus(1)], replace(RECIPE, weight_decay=0.0), num_heads=HEADS)
+    assert_equal(loss.blocks, fresh("hydra++"))

@@ -6,7 +6,15 @@ from factories import TABLE_A, all_subtrees, goldens, repeatable, trace_of, trac
 from hypothesis import given
 from hypothesis import strategies as st
 
-from topo_search.estimates import PathProbabilities, independent, joint
+from topo_search.errors import InputError
+from topo_search.estimates import (
+    ESTIMATORS,
+    PathProbabilities,
+    estimate,
+    independent,
+    joint,
+    rank_table_of,
+)
 from topo_search.prefixes import PrefixTable
 from topo_search.replay import replay
 from topo_search.trace import RankTrace
@@ -15,9 +23,8 @@ from topo_search.tree import Path, Tree
 GOLDENS = goldens()
 
 
-def by_path(estimate: PathProbabilities) -> dict[Path, float]:
-    paths = [tuple(row[:depth]) for row, depth in zip(estimate.ranks.tolist(), estimate.depths, strict=True)]
-    return dict(zip(paths, estimate.probabilities.tolist(), strict=True))
+def by_path(found: PathProbabilities) -> dict[Path, float]:
+    return dict(zip(found.paths, found.probabilities.tolist(), strict=True))
 
 
 def test_product_limit_in_closed_form() -> None:
@@ -36,15 +43,21 @@ def test_product_limit_in_closed_form() -> None:
 
 def test_counts_over_per_depth_denominators_would_pass_the_parent() -> None:
     """MATH 3: (0, 0) starts 1 of the 1 rows that observe depth 2, (0) only 2 of 3."""
-    estimate = by_path(joint(PrefixTable.of(trace_of([[0, 0], [0, 0]], [[1, 0]]))))
-    assert estimate[0, 0] == estimate[(0,)] == 2 / 3
+    probabilities = by_path(joint(PrefixTable.of(trace_of([[0, 0], [0, 0]], [[1, 0]]))))
+    assert probabilities[0, 0] == probabilities[(0,)] == 2 / 3
 
 
+@pytest.mark.parametrize("name", ESTIMATORS)
 @repeatable
 @given(trace=traces())
-def test_a_child_never_exceeds_its_parent(trace: RankTrace) -> None:
-    estimate = by_path(joint(PrefixTable.of(trace)))
-    assert all(0 < p <= estimate.get(path[:-1], 1.0) for path, p in estimate.items())
+def test_a_child_never_exceeds_its_parent(name: str, trace: RankTrace) -> None:
+    probabilities = {(): 1.0} | by_path(estimate(name, PrefixTable.of(trace)))
+    assert all(0 < p <= probabilities[path[:-1]] for path, p in probabilities.items() if path)
+
+
+def test_an_unknown_estimator_is_refused_with_the_choices() -> None:
+    with pytest.raises(InputError, match="no estimator 'marginal'; choose one of backoff, joint, independent"):
+        estimate("marginal", PrefixTable.of(trace_of([[0]])))
 
 
 @pytest.mark.parametrize(("ranks", "depth"), [(3, 2), (2, 3)])
@@ -56,10 +69,10 @@ def test_expected_tokens_add_up_over_the_nodes(ranks: int, depth: int, data: st.
     uncut = np.flatnonzero(trace.remaining > depth)
     if not len(uncut):
         return
-    estimate = by_path(joint(PrefixTable.of(trace, rows=uncut)))
+    probabilities = by_path(joint(PrefixTable.of(trace, rows=uncut)))
     subtrees = data.draw(st.lists(st.sampled_from(all_subtrees(ranks, depth)), min_size=1, max_size=20))
     walks = replay(trace, [Tree(paths) for paths in subtrees])
-    sums = [1 + sum(estimate.get(path, 0.0) for path in paths) for paths in subtrees]
+    sums = [1 + sum(probabilities.get(path, 0.0) for path in paths) for paths in subtrees]
     assert walks.emitted[:, uncut].mean(axis=1) == pytest.approx(sums)
 
 
@@ -75,12 +88,21 @@ def test_all_positions_add_up_over_the_nodes_that_the_end_leaves(trace: RankTrac
     assert replay(trace, [Tree(paths)]).all_positions[0] == pytest.approx(1 + sum(counted) / len(rows))
 
 
+def test_independent_from_a_trace_multiplies_each_heads_own_rates() -> None:
+    """MATH 3: each depth has its own denominator, and rows behind a miss count too."""
+    table = PrefixTable.of(trace_of([[0, 0], [1, 0], [3, 1]], [[0, 2], [0, 0]]))
+    assert rank_table_of(table) == [[3 / 5, 1 / 5, 0.0], [2 / 3, 0.0, 1 / 3]]
+    assert by_path(estimate("independent", table)) == pytest.approx(
+        {(0,): 3 / 5, (1,): 1 / 5, (0, 0): 2 / 5, (0, 2): 1 / 5, (1, 0): 2 / 15, (1, 2): 1 / 15}
+    )
+
+
 def test_independent_lists_the_likeliest_paths_first() -> None:
     """FIELD-CASES, table A: tied at .06, the shallower first, then by rank."""
-    estimate = by_path(independent(TABLE_A, 9))
+    probabilities = by_path(independent(TABLE_A, 9))
     order = [(0,), (0, 0), (1,), (0, 1), (1, 0), (0, 0, 0), (2,), (0, 2), (0, 0, 1)]
-    assert list(estimate) == order
-    assert list(estimate.values()) == pytest.approx([0.6, 0.24, 0.15, 0.06, 0.06, 0.06, 0.05, 0.03, 0.024])
+    assert list(probabilities) == order
+    assert list(probabilities.values()) == pytest.approx([0.6, 0.24, 0.15, 0.06, 0.06, 0.06, 0.05, 0.03, 0.024])
 
 
 def test_independent_breaks_ties_beyond_the_rounding_of_products() -> None:
@@ -96,9 +118,9 @@ def test_independent_leaves_out_what_never_happens() -> None:
     assert by_path(independent(TABLE_A, 0)) == {}
 
 
-def tokens(estimate: PathProbabilities, num_draft_nodes: int) -> float:
-    assert len(estimate.probabilities) == num_draft_nodes
-    return 1 + float(estimate.probabilities.sum())
+def tokens(found: PathProbabilities, num_draft_nodes: int) -> float:
+    assert len(found.probabilities) == num_draft_nodes
+    return 1 + float(found.probabilities.sum())
 
 
 @pytest.mark.parametrize("source", ["medusa_csv", "ppd"])

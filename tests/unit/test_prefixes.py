@@ -3,8 +3,10 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from factories import repeatable, trace_of, traces
 from hypothesis import given
+from hypothesis import strategies as st
 
 from topo_search.prefixes import NO_NODE, PrefixTable
 from topo_search.trace import RankTrace
@@ -46,3 +48,34 @@ def test_nodes_and_counts_agree_with_counting_prefixes(trace: RankTrace) -> None
         assert (table.starting[node], table.reached[node]) == (starting[path], len(siblings))
     found = [[table.numbers[path] for path in paths] + [NO_NODE] * (3 - len(paths)) for paths in spelled]
     assert table.node_of_row.tolist() == found
+
+
+@repeatable
+@given(trace=traces(), data=st.data())
+def test_counting_some_rows_is_numbering_them_alone(trace: RankTrace, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.integers(0, len(trace.ranks) - 1), unique=True)) if len(trace.ranks) else []
+    rows = np.array(sorted(chosen), dtype=np.int64)
+    counted, alone = PrefixTable.of(trace).counted(rows), PrefixTable.of(trace, rows=rows)
+    for path, node in counted.numbers.items():
+        there = alone.numbers.get(path)
+        found = (counted.starting[node], counted.continuing[node], counted.shares[node])
+        expected = (
+            (0, 0, 0.0) if there is None else (alone.starting[there], alone.continuing[there], alone.shares[there])
+        )
+        assert found == expected
+    assert counted.observed == alone.observed
+    assert np.array_equal(counted.rank_counts, alone.rank_counts)
+
+
+@repeatable
+@given(trace=traces(), paths=st.lists(st.lists(st.integers(0, 4), max_size=4).map(tuple), max_size=8))
+def test_finding_paths_is_looking_them_up(trace: RankTrace, paths: list[tuple[int, ...]]) -> None:
+    table = PrefixTable.of(trace)
+    assert table.find(paths).tolist() == [table.numbers.get(path, NO_NODE) for path in paths]
+
+
+@pytest.mark.parametrize("resolved", [3, 1000])
+def test_few_ranks_and_many_are_numbered_alike(resolved: int) -> None:
+    """Sparse keys are sorted, dense ones marked."""
+    trace = trace_of([[2, 0], [0, 2], [2, 0]], resolved=resolved)
+    assert list(PrefixTable.of(trace).numbers) == [(0,), (2,), (0, 2), (2, 0)]

@@ -1,37 +1,98 @@
-"""What `optimize` tells people to use, in words."""
+"""What `optimize` tells people to use, in words, and in JSON."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
+from factories import TABLE_A, drawn_trace, latency_table, trace_of
 
-from topo_search.cli.optimize import _verdict
-from topo_search.search.optimize import Alternative, SearchResult
-from topo_search.tree import Tree
+from topo_search.cli.optimized import answer_json
+from topo_search.cost import LatencyTable
+from topo_search.identity import RuleIdentity
+from topo_search.search.assess import Assessment, assess
+from topo_search.search.choose import Settings
+from topo_search.search.verdict import basis, verdict
+from topo_search.trace import RankTrace
+
+TRACE = drawn_trace(TABLE_A, prompts=12, rows=40)
+CHEAP = latency_table({width: 10 + 0.2 * width for width in range(1, 17)})
+DEAR = latency_table({width: 10.0 * width for width in range(1, 17)})
 
 
-def alternative(name: str, tree: Tree, speedup: float | None) -> Alternative:
-    return Alternative(
-        name=name,
-        tree=tree,
-        probabilities=(0.5,) * tree.num_draft_nodes,
-        tokens_per_step=1.5,
-        tokens_per_step_all_positions=1.6,
-        step_ms=None,
-        tokens_per_s=None,
-        speedup=speedup,
-    )
+def answer(latency: LatencyTable | None, trace: RankTrace = TRACE, **changes: Any) -> Assessment:
+    return assess(trace, latency, Settings(**({"budget": 9, "resamples": 100} | changes)))
 
 
 @pytest.mark.parametrize(
-    ("recommended", "tree", "speedup", "words"),
+    ("latency", "changes", "words"),
     [
-        ("plain", Tree(()), 1.0, "within this budget no tree could be tried"),
-        ("plain", Tree.chain(1), 0.9, "No tree or chain"),
-        ("best tree", Tree.chain(1), None, "width 2 has no time"),
-        ("best tree", Tree.chain(1), 0.5, "plain decoding is faster"),
-        ("best tree", Tree.chain(1), 1.2, "1.20 times plain decoding"),
+        (CHEAP, {}, ["Recommended: best tree", "times (95 % interval", "plain decoding", "the chain", "% sure"]),
+        (DEAR, {}, ["Recommended: plain decoding", "earns its cost"]),
+        (CHEAP, {"budget": 1}, ["no tree could be tried", "--budget", "topo-search measure"]),
+        (latency_table({1: 10.0}), {}, ["no width but 1 has a time", "topo-search measure"]),
+        (None, {"objective": "tokens-per-step"}, ["Asked for tokens per step", "Width 9 has no time"]),
+        (DEAR, {"objective": "tokens-per-step"}, ["Asked for tokens per step", "so plain decoding is faster"]),
     ],
 )
-def test_the_verdict_says_what_it_rests_on(recommended: str, tree: Tree, speedup: float | None, words: str) -> None:
-    found = (alternative("plain", Tree(()), 1.0), alternative("best tree", tree, speedup))
-    assert words in _verdict(SearchResult(alternatives=found, recommended=recommended, sizes=()))
+def test_the_verdict_says_what_it_rests_on(
+    latency: LatencyTable | None, changes: dict[str, Any], words: list[str]
+) -> None:
+    said = verdict(answer(latency, **changes))
+    for word in words:
+        assert word in said, said
+
+
+def test_the_verdict_names_batch_context_rule_and_temperature() -> None:
+    """FIELD-CASES 28 and 41: no result without them."""
+    warm = replace(TRACE, rule=RuleIdentity(rule="gumbel", temperature=0.7, seed=3))
+    assert "batch 1, contexts of 10 to 49 tokens, timed at 16, greedy acceptance at temperature 0" in verdict(
+        answer(CHEAP)
+    )
+    assert "gumbel acceptance at temperature 0.7" in verdict(answer(CHEAP, warm))
+
+
+def test_every_assumption_is_stated() -> None:
+    said = basis(answer(CHEAP, seed=7).assumptions)
+    for word in ("estimator backoff", "12 prompts, 480 positions", "5 folds by prompt", "one-se", "seed 7"):
+        assert word in said
+
+
+def test_one_prompt_is_said_and_no_interval_is_given() -> None:
+    found = answer(CHEAP, trace_of([[0, 0, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]]))
+    assert "by its own score" in verdict(found)
+    row = answer_json(found, {}, None)
+    assert row["warnings"][0].startswith("One prompt: no interval")
+    assert (row["tokens_per_step"], row["intervals"]) == (None, None)
+    assert row["tokens_per_step_own"] > 1
+
+
+def test_a_wide_interval_asks_for_prompts() -> None:
+    few = drawn_trace(TABLE_A, prompts=4, rows=10)
+    assert "scored prompts would halve it" in " ".join(answer(CHEAP, few).warnings)
+
+
+def test_json_keeps_its_keys_and_holds_no_nan() -> None:
+    found = answer(CHEAP)
+    row = answer_json(found, {"best tree": Path("best-tree.tree.json")}, None)
+    keys = ("name", "tree_file", "paths", "num_draft_nodes", "verify_width", "depth", "tokens_per_step")
+    keys += ("tokens_per_step_all_positions", "step_ms", "tokens_per_s", "speedup")
+    for alternative in row["alternatives"]:
+        assert set(keys) <= set(alternative)
+    assert {key: row[key] for key in keys} == {
+        key: alternative[key]
+        for alternative in row["alternatives"]
+        if alternative["name"] == row["recommended"]
+        for key in keys
+    }
+    assert row["tokens_per_s"] == pytest.approx(1000 * row["tokens_per_step"] / row["step_ms"])
+    low, high = row["intervals"]["speedup"]["interval"]
+    assert low < row["speedup"] < high
+    json.dumps(row, allow_nan=False)
+    assert row["assumptions"]["law"]
+    no_times = answer_json(answer(None, objective="tokens-per-step"), {}, None)
+    assert (no_times["step_ms"], no_times["speedup"], no_times["tokens_per_s"]) == (None, None, None)
+    json.dumps(no_times, allow_nan=False)

@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from topo_search.cli import bench, calibrate, generate, measure, optimize, train, tree
+from topo_search.cli import bench, calibrate, distill, generate, heads, measure, optimize, train, tree
 from topo_search.errors import InputError, TopoSearchError
 
 app = typer.Typer(
@@ -30,6 +30,8 @@ app.command()(tree.export)
 app.command()(tree.schema)
 app.command()(generate.generate)
 app.command()(bench.bench)
+app.command()(heads.heads)
+app.command()(distill.distill)
 app.add_typer(train.app, name="train")
 
 

@@ -25,6 +25,7 @@ def bench(
     chain: Annotated[Path, typer.Option(help="The best chain.")] = options.TREES_FOLDER / "best-chain.tree.json",
     target: options.Target = "demo",
     heads: options.Heads = "demo-medusa",
+    heads_dtype: options.HeadsDtype = None,
     prompts: options.Prompts = None,
     workload: options.Workload = None,
     split: options.Split = None,
@@ -58,7 +59,7 @@ def bench(
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "tokenizer": tokenizer}
     model = load_model(target, **settings)
-    draft_heads = load_draft_heads(heads, model)
+    draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
 
     from topo_search.bench import Course
     from topo_search.calibrate import encode_prompts

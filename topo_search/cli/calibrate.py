@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def calibrate(
     target: options.Target = "demo",
     heads: options.Heads = "demo-medusa",
+    heads_dtype: options.HeadsDtype = None,
     prompts: options.Prompts = None,
     workload: options.Workload = None,
     split: options.Split = None,
@@ -62,7 +63,7 @@ def calibrate(
         prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
     )
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
-    draft_heads = load_draft_heads(heads, model)
+    draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
 
     from topo_search.calibrate import encode_prompts
 

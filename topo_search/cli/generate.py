@@ -23,6 +23,7 @@ def generate(
     tree: Annotated[Path, typer.Option(help="A *.tree.json file.")] = options.TREES_FOLDER / "best-tree.tree.json",
     target: options.Target = "demo",
     heads: options.Heads = "demo-medusa",
+    heads_dtype: options.HeadsDtype = None,
     max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
     temperature: options.Temperature = 0.0,
     top_k: options.TopK = None,
@@ -52,7 +53,7 @@ def generate(
         raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
-    draft_heads = load_draft_heads(heads, model)
+    draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
     shape = fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch, rule=rule).tree
 
     from topo_search.decode.decoder import TreeDecoder

@@ -41,11 +41,12 @@ def load_model(
     return load_target(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, pack=pack)
 
 
-def load_draft_heads(heads: str, target: Target) -> DraftHeads:
-    """The draft heads."""
+def load_draft_heads(heads: str, target: Target, *, dtype: str | None = None) -> DraftHeads:
+    """The draft heads, in the target's precision unless told otherwise."""
     from topo_search.heads import load_heads
+    from topo_search.target.load import known_dtype
 
-    return load_heads(heads, target)
+    return load_heads(heads, target, dtype=None if dtype is None else known_dtype(dtype))
 
 
 def chosen_prompts(

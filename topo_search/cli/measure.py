@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def measure(
     target: options.Target = "demo",
     heads: options.Heads = "demo-medusa",
+    heads_dtype: options.HeadsDtype = None,
     max_width: Annotated[int, typer.Option(min=1, help="Largest verify width, root included.")] = 64,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only the widths at which cost jumps, and neighbours.")
@@ -41,7 +42,7 @@ def measure(
 
     grid = _grid(max_width=max_width, quick=quick, contexts=contexts, rounds=rounds, seed=seed)
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
-    run_measure(model, load_draft_heads(heads, model), grid, out=out, target=target, heads=heads)
+    run_measure(model, load_draft_heads(heads, model, dtype=heads_dtype), grid, out=out, target=target, heads=heads)
 
 
 def quick_measure(model: Target, draft_heads: DraftHeads, *, out: Path, target: str, heads: str, seed: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,9 +11,11 @@ import typer
 from topo_search.cli import options
 
 if TYPE_CHECKING:
+    from topo_search.cli.optimized import Origin
     from topo_search.cost import LatencyTable
-    from topo_search.files.tree_file import MadeFrom
-    from topo_search.search.optimize import Alternative, SearchResult
+    from topo_search.files.accuracies import AccuracyTable
+    from topo_search.search.assess import Assessment
+    from topo_search.search.choose import Settings
     from topo_search.trace import RankTrace
 
 
@@ -23,57 +24,230 @@ class Objective(StrEnum):
 
     throughput = "throughput"
     tokens_per_step = "tokens-per-step"
+    race = "race"
 
 
 class Strategy(StrEnum):
     """How to search."""
 
     greedy = "greedy"
+    optuna = "optuna"
+
+
+class Estimator(StrEnum):
+    """How to turn counts into path probabilities."""
+
+    backoff = "backoff"
+    joint = "joint"
+    independent = "independent"
+
+
+class Refine(StrEnum):
+    """What to do after the sort."""
+
+    none = "none"
+    recount = "recount"
+    swaps = "swaps"
+
+
+class Rule(StrEnum):
+    """What the engine that will load the tree demands."""
+
+    any = "any"
+    contiguous = "contiguous"
+    expanded_first = "expanded-first"
+    uniform = "uniform"
+
+
+class Pick(StrEnum):
+    """Which size to take."""
+
+    one_se = "one-se"
+    best = "best"
+
+
+_LISTED = 4096  # paths taken from an accuracy table; more where the budget is larger
+_SEARCH, _SURE, _STUDY = "Search", "How sure", "Optuna"
+
+BudgetOption = Annotated[int, typer.Option(help="Most tokens verified per step, root included.")]
+AccuraciesOption = Annotated[
+    Path | None, typer.Option(help="Accuracy table instead of a trace: per depth the probability of each rank.")
+]
+ObjectiveOption = Annotated[
+    Objective,
+    typer.Option(help="Tokens per second; fill the budget; or race trees through the decoder (needs optuna)."),
+]
+StrategyOption = Annotated[
+    Strategy, typer.Option(help="greedy: sort path probabilities, exact for every size; optuna: search on from there.")
+]
+EstimatorOption = Annotated[Estimator, typer.Option(help="Path probabilities from counts.", rich_help_panel=_SEARCH)]
+RefineOption = Annotated[
+    Refine, typer.Option(help="Recount where the tree's steps start; then swap nodes.", rich_help_panel=_SEARCH)
+]
+RuleOption = Annotated[
+    Rule, typer.Option(help="Shape that the engine to load the tree demands.", rich_help_panel=_SEARCH)
+]
+PickOption = Annotated[
+    Pick,
+    typer.Option(help="Smallest tree within one standard error of the best, or the best.", rich_help_panel=_SEARCH),
+]
+MaxDepthOption = Annotated[int | None, typer.Option(help="No deeper nodes.", rich_help_panel=_SEARCH)]
+MaxRankOption = Annotated[int | None, typer.Option(help="No higher ranks; 0 = likeliest.", rich_help_panel=_SEARCH)]
+BatchOption = Annotated[int, typer.Option(help="Sequences that one step serves.", rich_help_panel=_SEARCH)]
+FoldsOption = Annotated[int, typer.Option(help="Parts to split the prompts into.", rich_help_panel=_SURE)]
+ResamplesOption = Annotated[int, typer.Option(help="Of the prompts, for intervals.", rich_help_panel=_SURE)]
+SeedOption = Annotated[int, typer.Option(help="Of folds, resamples and sampler.", rich_help_panel=_SURE)]
+TrialsOption = Annotated[int, typer.Option(help="Distinct trees in the whole study.", rich_help_panel=_STUDY)]
+StorageOption = Annotated[
+    str | None, typer.Option(help="Optuna URL; a SQLite file in --out by default.", rich_help_panel=_STUDY)
+]
+RaceTarget = Annotated[str | None, typer.Option(help="Model to race, e.g. demo.", rich_help_panel=_STUDY)]
+RaceHeads = Annotated[str, typer.Option(help="Draft heads to race.", rich_help_panel=_STUDY)]
+RacePrompts = Annotated[
+    Path | None, typer.Option(help="JSONL to race on; topo-search's own sets by default.", rich_help_panel=_STUDY)
+]
+RaceNumPrompts = Annotated[int, typer.Option(min=1, help="Prompts to race on.", rich_help_panel=_STUDY)]
+RaceTokens = Annotated[int, typer.Option(min=2, help="Cap of raced answers.", rich_help_panel=_STUDY)]
+RaceRepeats = Annotated[int, typer.Option(min=1, help="Passes per raced tree.", rich_help_panel=_STUDY)]
+RaceDtype = Annotated[str, typer.Option(help="Precision of the raced model.", rich_help_panel=_STUDY)]
+RaceDevice = Annotated[str, typer.Option(help="Device to race on.", rich_help_panel=_STUDY)]
+OutOption = Annotated[Path, typer.Option(help="Folder for the tree files.")]
 
 
 def optimize(
-    budget: Annotated[int, typer.Option(help="Most tokens verified per step, root included.")] = options.DEFAULT_BUDGET,
+    budget: BudgetOption = options.DEFAULT_BUDGET,
     trace: options.TraceFile = None,
     latency: options.LatencyFile = None,
-    strategy: Annotated[
-        Strategy, typer.Option(help="greedy: sort path probabilities, exact for every size.")
-    ] = Strategy.greedy,
-    objective: Annotated[Objective, typer.Option(help="Tokens per second, or fill the budget.")] = Objective.throughput,
+    accuracies: AccuraciesOption = None,
+    objective: ObjectiveOption = Objective.throughput,
+    strategy: StrategyOption = Strategy.greedy,
+    estimator: EstimatorOption = Estimator.backoff,
+    refine: RefineOption = Refine.none,
+    rule: RuleOption = Rule.any,
+    pick: PickOption = Pick.one_se,
+    max_depth: MaxDepthOption = None,
+    max_rank: MaxRankOption = None,
+    batch: BatchOption = 1,
     workload: options.Workload = None,
-    out: Annotated[Path, typer.Option(help="Folder for the tree files.")] = options.TREES_FOLDER,
+    folds: FoldsOption = 5,
+    resamples: ResamplesOption = 2000,
+    seed: SeedOption = 0,
+    trials: TrialsOption = 100,
+    storage: StorageOption = None,
+    target: RaceTarget = None,
+    heads: RaceHeads = "demo-medusa",
+    prompts: RacePrompts = None,
+    num_prompts: RaceNumPrompts = 8,
+    max_new_tokens: RaceTokens = 64,
+    repeats: RaceRepeats = 3,
+    dtype: RaceDtype = "float32",
+    device: RaceDevice = "cpu",
+    out: OutOption = options.TREES_FOLDER,
     as_json: options.Json = False,
     allow_mismatch: options.AllowMismatch = False,
 ) -> None:
-    """Find the fastest tree, the best chain, and say whether plain decoding beats both.
+    """Find the fastest tree, the best chain, and say whether plain decoding beats both, and how sure that is.
 
-    Examples: topo-search optimize --budget 64 | topo-search optimize --objective tokens-per-step --json
+    Figures are those of prompts that did not choose the tree, with 95 % intervals.
+
+    Examples: topo-search optimize --budget 64 | topo-search optimize --objective tokens-per-step --json |
+    topo-search optimize --strategy optuna --objective race --target demo
     """
-    del strategy
+    asked = dict(locals())
+    from topo_search.cli.optimized import report
+    from topo_search.search.choose import Settings
+
+    _require_consistent(objective, strategy, rule, target, accuracies=accuracies is not None, trace=trace is not None)
+    settings = Settings(
+        budget=budget,
+        objective="tokens-per-step" if objective is Objective.tokens_per_step else "throughput",
+        estimator=estimator.value,
+        pick="best" if pick is Pick.best else "one-se",
+        rule=rule.value,
+        refine=refine.value,
+        max_depth=max_depth,
+        max_rank=max_rank,
+        batch=batch,
+        folds=folds,
+        resamples=resamples,
+        seed=seed,
+    )
+    found, origin, study = (_from_accuracies if accuracies else _from_trace)(settings, asked)
+    report(found, origin, out, as_json=as_json, study=study)
+
+
+def _require_consistent(
+    objective: Objective, strategy: Strategy, rule: Rule, target: str | None, *, accuracies: bool, trace: bool
+) -> None:
+    from topo_search.errors import InputError
+
+    if objective is Objective.race and (strategy is not Strategy.optuna or target is None):
+        raise InputError("--objective race runs the decoder: it needs --strategy optuna and --target (e.g. demo).")
+    if target is not None and objective is not Objective.race:
+        raise InputError("--target is what --objective race runs; without a race, optimize loads no model.")
+    if strategy is Strategy.optuna and rule is not Rule.any:
+        raise InputError("A study keeps no engine's rule; leave out --rule or --strategy optuna.")
+    if accuracies and (trace or strategy is Strategy.optuna):
+        raise InputError("--accuracies stands for a trace; leave out --trace and --strategy optuna.")
+
+
+def _from_accuracies(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, Origin, dict[str, Any] | None]:
+    """The search on a table of accuracies, which knows no models: a latency table must be named."""
+    from topo_search.cli.optimized import Origin
+    from topo_search.estimates import independent
+    from topo_search.files.latency_file import read_latency
+    from topo_search.search.assess import assess_accuracies
+
+    table = None if asked["latency"] is None else read_latency(asked["latency"])
+    found = _accuracies(asked["accuracies"])
+    listed = independent(found.rank_table, max(_LISTED, settings.budget), repeat_last=found.repeat_last)
+    origin = Origin(trace=None, trace_path=None, table=table, latency_path=asked["latency"])
+    return assess_accuracies(listed, table, settings), origin, None
+
+
+def _accuracies(path: Path) -> AccuracyTable:
+    """The table; only a peer's `.pt` file needs torch."""
+    if path.suffix == ".pt":
+        from topo_search.heads.accuracy_tensors import read_accuracy_tensors
+
+        return read_accuracy_tensors(path)
+    from topo_search.files.accuracies import read_accuracies
+
+    return read_accuracies(path)
+
+
+def _from_trace(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, Origin, dict[str, Any] | None]:
     from topo_search.cli.inputs import is_shipped, newest_or_shipped
+    from topo_search.cli.optimized import Origin
     from topo_search.errors import InputError
     from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
     from topo_search.report.console import note
-    from topo_search.search.optimize import optimize as search
 
-    trace_path = newest_or_shipped(trace, TRACE_SUFFIX)
+    trace_path = newest_or_shipped(asked["trace"], TRACE_SUFFIX)
     if trace_path is None:
         raise InputError("No rank trace in ./calibration: run topo-search calibrate, or name one with --trace.")
-    ranks = _of_workload(read_trace(trace_path), workload)
+    ranks = _of_workload(read_trace(trace_path), asked["workload"])
     note(
         f"Trace {trace_path}: {len(ranks.prompts)} prompts, {len(ranks.ranks)} positions, "
         f"{ranks.provenance.get('device', 'unknown device')}, {_made(ranks.provenance)}"
     )
-    table, latency_path = _table_for(ranks, latency, objective, allow_mismatch=allow_mismatch)
+    table, latency_path = _table_for(
+        ranks, asked["latency"], asked["objective"], allow_mismatch=asked["allow_mismatch"]
+    )
     if is_shipped(trace_path) or (latency_path is not None and is_shipped(latency_path)):
         note("These are the demo's shipped figures, not this device's or your prompts': run topo-search calibrate.")
-    if table is not None and budget > max(table.widths()):
-        note(f"The table ends at width {max(table.widths())}; topo-search measure --max-width {budget} times more.")
-    result = search(ranks, table, budget=budget, objective=objective.value)
-    files = _write_trees(result, out, _made_from(ranks, trace_path, table, latency_path))
-    if as_json:
-        print(json.dumps(_as_json(result, files), indent=2))  # noqa: T201
-    else:
-        _show(result, files)
+    widest = 0 if table is None else max(table.widths(settings.batch), default=0)
+    if widest and settings.budget > widest:
+        note(f"The table ends at width {widest}; topo-search measure --max-width {settings.budget} times more.")
+    origin = Origin(trace=ranks, trace_path=trace_path, table=table, latency_path=latency_path)
+    if asked["strategy"] is Strategy.optuna:
+        from topo_search.cli.studying import studied
+
+        assessment, study = studied(ranks, table, settings, asked)
+        return assessment, origin, study
+    from topo_search.search.assess import assess
+
+    return assess(ranks, table, settings), origin, None
 
 
 def _of_workload(trace: RankTrace, workload: str | None) -> RankTrace:
@@ -118,103 +292,3 @@ def _table_for(
     require_fit("The latency table's target", table.target, trace.target, allow_mismatch=allow_mismatch, way_out=hint)
     require_fit("The latency table's heads", table.heads, trace.heads, allow_mismatch=allow_mismatch, way_out=hint)
     return table, path
-
-
-def _made_from(trace: RankTrace, trace_path: Path, table: LatencyTable | None, latency_path: Path | None) -> MadeFrom:
-    from topo_search.files.artefacts import file_ref
-    from topo_search.files.tree_file import MadeFrom
-    from topo_search.provenance import command, now, versions
-
-    return MadeFrom(
-        target=trace.target,
-        heads=trace.heads,
-        rule=trace.rule,
-        trace=file_ref(trace_path),
-        latency=None if latency_path is None else file_ref(latency_path),
-        device=None if table is None else table.device.get("name"),
-        versions=versions(),
-        command=command(),
-        created=now(),
-    )
-
-
-def _write_trees(result: SearchResult, folder: Path, made_from: MadeFrom) -> dict[str, Path]:
-    from topo_search.files.tree_file import TREE_SUFFIX, Predicted, TreeFile, write_tree
-    from topo_search.search.optimize import PLAIN
-
-    files = {}
-    for found in result.alternatives:
-        if found.name == PLAIN:
-            continue
-        predicted = Predicted(
-            tokens_per_step=found.tokens_per_step,
-            tokens_per_step_all_positions=found.tokens_per_step_all_positions,
-            step_ms=found.step_ms,
-            tokens_per_s=found.tokens_per_s,
-            speedup=found.speedup,
-        )
-        files[found.name] = folder / (found.name.replace(" ", "-") + TREE_SUFFIX)
-        content = TreeFile(
-            tree=found.tree,
-            name=found.name,
-            probabilities=found.probabilities,
-            predicted=predicted,
-            made_from=made_from,
-        )
-        write_tree(files[found.name], content)
-    return files
-
-
-def _as_json(result: SearchResult, files: dict[str, Path]) -> dict[str, Any]:
-    rows = [_json_row(found, files.get(found.name)) for found in result.alternatives]
-    recommended = next(row for row in rows if row["name"] == result.recommended)
-    return {**recommended, "recommended": result.recommended, "alternatives": rows}
-
-
-def _json_row(found: Alternative, file: Path | None) -> dict[str, Any]:
-    return {
-        "name": found.name,
-        "tree_file": None if file is None else str(file),
-        "paths": [list(path) for path in found.tree.paths],
-        "num_draft_nodes": found.tree.num_draft_nodes,
-        "verify_width": found.tree.verify_width,
-        "depth": found.tree.depth,
-        "tokens_per_step": found.tokens_per_step,
-        "tokens_per_step_all_positions": found.tokens_per_step_all_positions,
-        "step_ms": found.step_ms,
-        "tokens_per_s": found.tokens_per_s,
-        "speedup": found.speedup,
-    }
-
-
-def _show(result: SearchResult, files: dict[str, Path]) -> None:
-    from topo_search.report.console import note, stdout
-    from topo_search.report.tables import comparison_table
-    from topo_search.search.optimize import CHAIN, TREE
-
-    stdout().print(comparison_table(result))
-    note(_verdict(result))
-    for name, file in files.items():
-        note(f"Wrote {file} ({name})")
-    tree, chain = files[TREE], files[CHAIN]
-    note(f"Next: topo-search show {tree}, or topo-search bench --tree {tree} --chain {chain}")
-
-
-def _verdict(result: SearchResult) -> str:
-    """What to use, and why, in a sentence."""
-    from topo_search.search.optimize import PLAIN, TREE
-
-    best = result[result.recommended]
-    if best.name == PLAIN and not result[TREE].tree.paths:
-        return "Recommended: plain decoding; within this budget no tree could be tried."
-    if best.name == PLAIN:
-        return "Recommended: plain decoding. No tree or chain of these heads earns its cost here."
-    if best.speedup is None:
-        width = best.tree.verify_width
-        return f"Recommended: {best.name}, {best.tokens_per_step:.3f} tokens per step; width {width} has no time."
-    if best.speedup < 1:
-        return (
-            f"Asked for tokens per step: {best.name}, {best.tokens_per_step:.3f}. By the measured step times it is "
-            f"{best.speedup:.2f} times plain decoding, so plain decoding is faster."
-        )
-    return f"Recommended: {best.name}, {best.speedup:.2f} times plain decoding at batch 1 by the measured step times."

@@ -9,10 +9,18 @@ import typer
 
 DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_BUDGET = 64
+DEFAULT_TRAINING_PROMPTS = 2000
 CALIBRATION_FOLDER, TREES_FOLDER = Path("calibration"), Path("trees")
 
 Target = Annotated[str, typer.Option(help="Hub name, folder, .gguf file, or demo.", rich_help_panel="Model")]
-Heads = Annotated[str, typer.Option(help="Folder of draft heads, or demo-medusa.", rich_help_panel="Model")]
+Heads = Annotated[
+    str,
+    typer.Option(help="Folder of draft heads, or demo-medusa, demo-hydra, demo-hydra++.", rich_help_panel="Model"),
+]
+HeadsDtype = Annotated[
+    str | None,
+    typer.Option("--heads-dtype", help="Precision of the heads; the target's by default.", rich_help_panel="Model"),
+]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel="Model")]
 Device = Annotated[str, typer.Option(help="Torch device, e.g. cpu or cuda.", rich_help_panel="Model")]
 Attention = Annotated[str, typer.Option(help="sdpa or eager.", rich_help_panel="Model")]

@@ -7,6 +7,7 @@ cropping and copying caches, whose meaning differs between transformers' classes
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ class _SlotLayer(CacheLayerMixin):
 
     def __init__(self, owner: SlotCache, index: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._owner = owner
+        # Weak, since a cycle would keep gigabytes until the garbage collector looks.
+        self._owner: SlotCache = weakref.proxy(owner)
         self.keys = owner.storage[index, 0]
         self.values = owner.storage[index, 1]
         self.is_initialized = True

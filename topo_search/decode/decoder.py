@@ -82,7 +82,7 @@ class TreeDecoder:
         >>> decoder.generate(prompt_ids, max_new_tokens=64).tokens  # doctest: +SKIP
 
     Raises:
-        InputError: the tree is deeper than the heads, or needs heads and has none.
+        InputError: the tree is deeper than the heads, ranks more tokens than they score, or needs heads and has none.
         CheckError: the start-up probe failed.
     """
 
@@ -96,6 +96,7 @@ class TreeDecoder:
         run_probe: bool = True,
     ) -> None:
         require_depth(tree, heads)
+        require_ranks(tree, heads)
         self._has_own_logits = probe(target) if run_probe else True
         self.target, self.heads, self.tree = target, heads, tree
         self._capacity = 0
@@ -265,6 +266,19 @@ def require_depth(tree: Tree, heads: DraftHeads | None) -> None:
         raise InputError(
             f"Tree path {list(path)} is {len(path)} deep, but there are {available} draft heads; "
             f"prune the tree to depth {available} (--prune-depth {available}) or load heads that draft deeper."
+        )
+
+
+def require_ranks(tree: Tree, heads: DraftHeads | None) -> None:
+    """Refuse a tree whose ranks lie beyond the heads' shortlist.
+
+    Raises:
+        InputError: names the rank and the shortlist's size.
+    """
+    if heads is not None and heads.token_map is not None and tree.max_rank >= len(heads.token_map):
+        raise InputError(
+            f"The tree drafts rank {tree.max_rank}, but the heads rank a shortlist of {len(heads.token_map)} tokens; "
+            "use a tree of smaller ranks, or heads with a longer shortlist."
         )
 
 

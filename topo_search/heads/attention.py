@@ -61,7 +61,7 @@ class DecoderLayer(nn.Module):
         config._attn_implementation = "sdpa"
         model = LlamaModel(config)
         model.embed_tokens = nn.Identity()  # type: ignore[assignment]  # it is only ever given embeddings
-        layer = model.layers[0]
+        layer: Any = model.layers[0]
         with torch.no_grad():
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -75,21 +75,20 @@ class DecoderLayer(nn.Module):
         *,
         mask: Tensor | None = None,
         cache: SlotCache | None = None,
-        start: int = 0,
     ) -> Float[Tensor, "batch positions hidden"]:
         """Causal attention over `inputs`, with a cache behind its committed positions.
 
-        `mask` is None (causal), a 2-D padding mask or a 4-D additive one; `start` is the position of the first input.
+        `mask` is None (causal), a 2-D padding mask or a 4-D additive one.
         """
-        positions = torch.arange(start, start + inputs.shape[1], device=inputs.device)[None]
-        arguments = {} if cache is None else {self._cache_argument: cache}
-        output = self.model(
-            inputs_embeds=inputs,
-            attention_mask=mask,
-            position_ids=positions,
-            use_cache=cache is not None,
-            **arguments,
-        )
+        arguments: dict[str, Any] = {}
+        if cache is not None:
+            positions = torch.arange(cache.length, cache.length + inputs.shape[1], device=inputs.device)[None]
+            arguments = {self._cache_argument: cache, "position_ids": positions}
+        elif mask is None:
+            # Left to itself transformers reads positions back, to look for several texts packed into one row.
+            shape = (1, 1, inputs.shape[1], inputs.shape[1])
+            mask = inputs.new_full(shape, torch.finfo(inputs.dtype).min).triu(1)
+        output = self.model(inputs_embeds=inputs, attention_mask=mask, use_cache=cache is not None, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden
 
@@ -124,7 +123,7 @@ class PrefixContext:
     def extend(self, states: Float[Tensor, "batch count hidden"]) -> Float[Tensor, "batch hidden"]:
         """See `DraftContext`."""
         states = states.to(self._cache.storage.dtype)
-        output: Tensor = self._layer(states, cache=self._cache, start=self._cache.length)
+        output: Tensor = self._layer(states, cache=self._cache)
         self._cache.commit(states.shape[1])
         return output[:, -1]
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from topo_search.decode.plan import TreePlan
+from topo_search.errors import InputError
 from topo_search.heads.attention import DecoderLayer, LayerShape, PrefixContext
 from topo_search.heads.base import DraftContext, DraftCost, LastState
 from topo_search.heads.projection import Projection
@@ -53,6 +54,13 @@ class HydraShape:
     root_in_first: bool = True
     prefix_attention: bool = False
     layer: LayerShape | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "num_heads", "num_layers"):
+            if getattr(self, name) < 1:
+                raise InputError(f"Hydra heads need {name} of at least 1, not {getattr(self, name)}.")
+        if self.layer is None and (self.prefix_attention or self.sees == "fusion"):
+            raise InputError("Hydra heads with attention need the shape of their attention layer.")
 
     def embeddings_seen(self, head: int) -> int:
         """Vectors beside h_t that head number `head`, from 0, reads."""
@@ -103,8 +111,11 @@ class HydraBlocks(nn.Module):
         super().__init__()
         self.shape = shape
         self.heads = nn.ModuleList(HydraBlock(shape, head) for head in range(shape.num_heads))
-        self.prefix = DecoderLayer(shape.hidden, _layer(shape), gain=gain) if shape.prefix_attention else None
-        self.fusion = DecoderLayer(shape.hidden, _layer(shape), gain=gain) if shape.sees == "fusion" else None
+        self.prefix, self.fusion = None, None
+        if shape.layer is not None and shape.prefix_attention:
+            self.prefix = DecoderLayer(shape.hidden, shape.layer, gain=gain)
+        if shape.layer is not None and shape.sees == "fusion":
+            self.fusion = DecoderLayer(shape.hidden, shape.layer, gain=gain)
         copies = None if projection is None else nn.Parameter(projection.repeat(shape.num_heads, 1, 1))
         self.projection: Float[Tensor, "heads vocab hidden"] | None = copies
         self.projection_bias: Float[Tensor, "heads vocab"] | None = None
@@ -234,9 +245,18 @@ class HydraHeads:
     ) -> Float[Tensor, "rows depth columns"]:
         """See `DraftHeads`."""
         device = self.target.device
+        self._require_known(tokens)
         path = self.target.embed(tokens.to(device)).to(self.dtype)
         handed = self.blocks.true_path(features.to(device=device, dtype=self.dtype), path, tokens.shape[1])
         return self.projection.scores(handed).transpose(0, 1)
+
+    def _require_known(self, tokens: Int[Tensor, "rows depth"]) -> None:
+        """An id beyond the table would end the process on an accelerator, so it is looked for before."""
+        table: Tensor = self.target.input_embeddings.weight  # type: ignore[assignment]
+        rows = table.shape[0]
+        outside = tokens[(tokens < 0) | (tokens >= rows)]
+        if len(outside):
+            raise InputError(f"The text has token id {int(outside[0])}, outside the target's {rows} embeddings.")
 
 
 def untrained_hydra(target: Target, shape: HydraShape, *, share_projection: bool, gain: float = 1.0) -> HydraBlocks:
@@ -245,9 +265,3 @@ def untrained_hydra(target: Target, shape: HydraShape, *, share_projection: bool
     `gain` is the root mean square of the target's hidden states, which attention layers start by keeping.
     """
     return HydraBlocks(shape, gain=gain, projection=None if share_projection else target.output_weight)
-
-
-def _layer(shape: HydraShape) -> LayerShape:
-    if shape.layer is None:
-        raise ValueError("Hydra heads with attention need the shape of its layer.")
-    return shape.layer

@@ -72,7 +72,7 @@ class MedusaBlocks(nn.Module):
     ) -> Float[Tensor, "heads rows hidden"]:
         """What the first `heads` heads hand to their projection under the true path, which Medusa does not read."""
         del path
-        return self(features, heads)
+        return self.forward(features, heads)
 
     def forward(self, states: Float[Tensor, "rows hidden"], heads: int) -> Float[Tensor, "heads rows hidden"]:
         """What the first `heads` heads hand to their projection."""

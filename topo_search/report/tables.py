@@ -1,4 +1,4 @@
-"""Tables for people: head accuracies, the latency staircase, the comparison of alternatives, the race."""
+"""Tables for people: head accuracies, the latency staircase, the race."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from topo_search.accuracy import SHOWN_RANKS, depth_accuracies
 from topo_search.cost import LatencyTable, Timing
-from topo_search.search.optimize import SearchResult
 from topo_search.trace import RankTrace
 
 if TYPE_CHECKING:
     from topo_search.bench import RaceResult
+    from topo_search.heads.checkpoints import HeadsDescription
 
 _UNKNOWN = "-"
+_CLAIMED_SHARE = "claimed for a 7B target: under 1.5 %"
 
 
 def accuracy_table(trace: RankTrace) -> Table:
@@ -51,29 +53,6 @@ def latency_table(latency: LatencyTable) -> Table:
     return table
 
 
-def comparison_table(result: SearchResult) -> Table:
-    """Plain decoding, best chain and best tree side by side."""
-    table = Table(title="Expected on the trace's prompts (tokens_per_step is replayed)")
-    table.add_column("")
-    for name in ("draft nodes", "width", "depth"):
-        table.add_column(name, justify="right")
-    for name in ("tokens_per_step", "all positions", "step_ms", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right")
-    for found in result.alternatives:
-        table.add_row(
-            found.name + (" *" if found.name == result.recommended else ""),
-            str(found.tree.num_draft_nodes),
-            str(found.tree.verify_width),
-            str(found.tree.depth),
-            f"{found.tokens_per_step:.3f}",
-            f"{found.tokens_per_step_all_positions:.3f}",
-            _number(found.step_ms, 1),
-            _number(found.tokens_per_s, 1),
-            _UNKNOWN if found.speedup is None else f"{found.speedup:.2f} x",
-        )
-    return table
-
-
 def race_table(result: RaceResult) -> Table:
     """The measured race."""
     table = Table(title=f"Race over {result.prompts} prompts, {result.repeats} repeats, times after the first token")
@@ -100,6 +79,24 @@ def race_table(result: RaceResult) -> Table:
             _number(standing.predicted_tokens_per_s, 1),
             _text_verdict(standing.text_equal, [d.near_tie for d in standing.divergences]),
         )
+    return table
+
+
+def heads_table(found: HeadsDescription) -> Table:
+    """Draft heads: family, shape, size, training."""
+    table = Table(title=f"Draft heads {found.name}", show_header=False)
+    listed = "the whole vocabulary" if found.shortlist is None else f"a shortlist of {found.shortlist} tokens"
+    rows = {
+        "family": f"{found.kind}, stored as {found.layout} in {found.dtype}, fingerprint {found.fingerprint}",
+        **{key: str(value) for key, value in found.shape.items() if value is not None},
+        "projection": "one per head" if found.projection == "own" else "the target's output layer",
+        "drafts from": listed,
+        "parameters": f"{found.num_parameters:,}, {100 * found.share:.2f} % of the target's "
+        f"{found.target_parameters:,} ({_CLAIMED_SHARE})",
+        **{key: str(value) for key, value in found.record.items()},
+    }
+    for name, value in rows.items():
+        table.add_row(Text(name), Text(value))
     return table
 
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from topo_search.estimates import PathProbabilities
+from topo_search.estimates.probabilities import best_order
 from topo_search.tree import Path, Tree
-
-_SIGNIFICANT_DIGITS = 12  # ties are compared after rounding, which is monotone, so closure survives
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,10 +20,12 @@ class Frontier:
     Attributes:
         order: the first n paths are the best tree of n draft nodes, for every n.
         probabilities: of each path; they do not rise.
+        left_out: no node that the estimate does not list has a larger probability.
     """
 
     order: tuple[Path, ...]
     probabilities: Float[np.ndarray, " nodes"]
+    left_out: float = 0.0
 
     def tree(self, num_draft_nodes: int) -> Tree:
         """The best tree of that size; the largest one where the paths run out."""
@@ -33,31 +35,45 @@ class Frontier:
         """Expected tokens per step of every size from 0 up: 1 plus the sum of the probabilities."""
         return np.concatenate([[1.0], 1.0 + np.cumsum(self.probabilities)])
 
+    def tokens_at_most_lost(self, num_draft_nodes: int) -> float:
+        """What nodes that the estimate does not list could still add to the tree of that size; 0 where it is exact."""
+        known = np.zeros(num_draft_nodes)
+        known[: len(self.probabilities)] = self.probabilities[:num_draft_nodes]
+        return float(np.maximum(self.left_out - known, 0.0).sum())
 
-def frontier(estimate: PathProbabilities, *, num_draft_nodes: int, max_depth: int | None = None) -> Frontier:
+
+def frontier(
+    estimate: PathProbabilities,
+    *,
+    num_draft_nodes: int,
+    max_depth: int | None = None,
+    ranks_per_depth: Sequence[int] | None = None,
+) -> Frontier:
     """Sort by (falling probability, depth, ranks) and keep the first `num_draft_nodes`; zero is never added.
+
+    Exact under both caps: what they allow is prefix-closed, and no child is likelier than its parent.
 
     Args:
         estimate: probabilities that fall from parent to child.
         num_draft_nodes: the largest size wanted.
         max_depth: leave out deeper nodes.
+        ranks_per_depth: how many ranks each depth may use, from depth 1; depths beyond it may use none.
     """
-    allowed = estimate.probabilities > 0
-    if max_depth is not None:
-        allowed &= estimate.depths <= max_depth
-    nodes = np.flatnonzero(allowed)
-    rounded = _rounded(estimate.probabilities[nodes])
-    if 0 < num_draft_nodes < len(nodes):  # sort only what can be among the first, ties of the last one included
-        contenders = rounded >= np.partition(rounded, -num_draft_nodes)[-num_draft_nodes]
-        nodes, rounded = nodes[contenders], rounded[contenders]
-    rank_keys = tuple(estimate.ranks[nodes, column] for column in reversed(range(estimate.ranks.shape[1])))
-    chosen = nodes[np.lexsort((*rank_keys, estimate.depths[nodes], -rounded))][:num_draft_nodes]
-    order = tuple(tuple(int(r) for r in estimate.ranks[node, : estimate.depths[node]]) for node in chosen)
-    return Frontier(order=order, probabilities=estimate.probabilities[chosen])
+    nodes = np.flatnonzero(allowed(estimate, max_depth=max_depth, ranks_per_depth=ranks_per_depth))
+    ranks, depths, probabilities = estimate.ranks[nodes], estimate.depths[nodes], estimate.probabilities[nodes]
+    chosen = best_order(ranks, depths, probabilities, num_draft_nodes)
+    order = tuple(tuple(ranks[node, : depths[node]].tolist()) for node in chosen)
+    return Frontier(order=order, probabilities=probabilities[chosen], left_out=estimate.left_out)
 
 
-def _rounded(values: Float[np.ndarray, " nodes"]) -> Float[np.ndarray, " nodes"]:
-    exponents = np.floor(np.log10(values))
-    scale = 10.0 ** (_SIGNIFICANT_DIGITS - 1 - exponents)
-    rounded: np.ndarray = np.round(values * scale) / scale
-    return rounded
+def allowed(
+    estimate: PathProbabilities, *, max_depth: int | None, ranks_per_depth: Sequence[int] | None
+) -> Bool[np.ndarray, " nodes"]:
+    """Which nodes the caps allow; see `frontier`."""
+    deepest = estimate.ranks.shape[1] if max_depth is None else max_depth
+    kept: np.ndarray = estimate.depths <= deepest
+    if ranks_per_depth is not None:
+        caps = np.zeros(estimate.ranks.shape[1], dtype=np.int64)
+        caps[: len(ranks_per_depth)] = ranks_per_depth[: len(caps)]
+        kept &= (estimate.ranks < caps).all(axis=1, where=estimate.ranks >= 0)
+    return kept

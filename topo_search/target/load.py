@@ -12,6 +12,7 @@ from torch import nn
 from topo_search.errors import InputError
 from topo_search.identity import TargetIdentity
 from topo_search.target.adapter import Target, cache_argument
+from topo_search.target.attention import GROUPED, suited_attention
 from topo_search.target.fingerprint import weights_fingerprint
 from topo_search.target.gguf import converted_folder, demo_gguf
 from topo_search.target.packing import pack_linears
@@ -22,7 +23,7 @@ DTYPES = {
     "float16": torch.float16,
     "float64": torch.float64,
 }
-_MASKED_ATTENTION = ("sdpa", "eager")
+_MASKED_ATTENTION = (GROUPED, "sdpa", "eager")
 _SANE_TEXT = "The capital of France is Paris. The sun rises in the east and sets in the west."
 _SANE_LOSS_SHARE = 0.6  # of log(vocabulary); a trained model stays below half, uniform logits reach 1
 
@@ -32,7 +33,7 @@ def load_target(
     *,
     dtype: str = "float32",
     device: str = "cpu",
-    attention: str = "sdpa",
+    attention: str = "auto",
     tokenizer: str | None = None,
     pack: bool = True,
 ) -> Target:
@@ -42,15 +43,17 @@ def load_target(
         spec: a hub name, a folder, a `.gguf` file, or `demo`.
         dtype: one of `DTYPES`.
         device: a torch device, e.g. `cpu` or `cuda`.
-        attention: `sdpa` or `eager`; the others take no 4-D mask.
+        attention: `grouped`, `sdpa` or `eager`; the others take no 4-D mask. `auto` takes `eager` where attention
+            scores are soft-capped, `grouped` where queries share key-value heads, else `sdpa`.
         tokenizer: a hub name or folder whose tokenizer replaces the model's own.
         pack: pack fp32 linear weights for oneDNN on a CPU.
 
     Raises:
         InputError: the model is missing, unreadable, not decoder-only, or cannot take a 4-D mask.
     """
-    torch_dtype, torch_device = _known_dtype(dtype), _usable_device(device)
-    _require_masked(attention)
+    torch_dtype, torch_device = known_dtype(dtype), _usable_device(device)
+    if attention != "auto":
+        _require_masked(attention)
     source, note = _resolve(spec)
     model = _load_model(source, spec, torch_dtype, attention).to(torch_device)
     text_tokenizer = _load_tokenizer(tokenizer or source, tokenizer or spec)
@@ -100,6 +103,17 @@ def eos_token_ids(model: Any) -> tuple[int, ...]:
     return tuple(int(i) for i in ids) if isinstance(ids, list | tuple) else (int(ids),)
 
 
+def known_dtype(dtype: str) -> torch.dtype:
+    """The torch dtype of that name.
+
+    Raises:
+        InputError: it is none of `DTYPES`.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
 def require_sane(model: nn.Module, tokenizer: Any, name: str) -> None:
     """Refuse weights that lost something on the way: their loss on plain text is near that of guessing.
 
@@ -118,12 +132,6 @@ def require_sane(model: nn.Module, tokenizer: Any, name: str) -> None:
         )
 
 
-def _known_dtype(dtype: str) -> torch.dtype:
-    if dtype not in DTYPES:
-        raise InputError(f"Unknown dtype {dtype!r}; choose one of {', '.join(DTYPES)}.")
-    return DTYPES[dtype]
-
-
 def _usable_device(device: str) -> torch.device:
     try:
         torch.empty(0, device=device)
@@ -135,7 +143,7 @@ def _usable_device(device: str) -> torch.device:
 def _require_masked(attention: str) -> None:
     if attention not in _MASKED_ATTENTION:
         raise InputError(
-            f"Attention {attention!r} takes no 4-D tree mask; choose one of {', '.join(_MASKED_ATTENTION)}."
+            f"Attention {attention!r} takes no 4-D tree mask; choose one of auto, {', '.join(_MASKED_ATTENTION)}."
         )
 
 
@@ -164,8 +172,9 @@ def _load_model(source: str, spec: str, dtype: torch.dtype, attention: str) -> A
         config = AutoConfig.from_pretrained(source)
         if getattr(config, "is_encoder_decoder", False):
             raise InputError(f"{spec} is an encoder-decoder ({config.model_type}); trees need a decoder-only model.")
+        chosen = suited_attention(config.get_text_config()) if attention == "auto" else attention
         return AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=attention, use_safetensors=True
+            source, dtype=dtype, attn_implementation=chosen, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -6,6 +6,7 @@ reads the embeddings of s_{g+1} .. s_{g+k}; its teacher is the target's distribu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,32 @@ def rows_of(text: TrainingText, texts: Int[Tensor, " chosen"], heads: int) -> Te
         labels=labels,
         teachers=ahead.minimum(ends),
     )
+
+
+def usable_texts(text: TrainingText) -> Int[Tensor, " texts"]:
+    """Texts with at least one row that has a label."""
+    return torch.nonzero(text.lengths - text.prompt_lengths >= 2).flatten()
+
+
+def seeded(seed: int, *parts: int) -> torch.Generator:
+    """A generator of its own for every combination of numbers, e.g. of a step."""
+    for part in parts:
+        seed = (seed * 1_000_003 + part + 1) % (1 << 62)
+    return torch.Generator().manual_seed(seed)
+
+
+def texts_of_step(
+    usable: Int[Tensor, " texts"], step: int, *, batch_texts: int, seed: int, corpus: int = 0
+) -> Int[Tensor, " chosen"]:
+    """The texts of a step counted from a corpus's first; each epoch is one seeded shuffle."""
+    epoch, at = divmod(step, steps_per_epoch(usable, batch_texts))
+    order = torch.randperm(len(usable), generator=seeded(seed, epoch, corpus))
+    return usable[order[at * batch_texts : (at + 1) * batch_texts]]
+
+
+def steps_per_epoch(usable: Int[Tensor, " texts"], batch_texts: int) -> int:
+    """Steps in which every text is seen once."""
+    return math.ceil(len(usable) / batch_texts)
 
 
 def load_batch(

@@ -19,7 +19,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from topo_search.errors import InputError
-from topo_search.training.batches import IGNORED, Batch, load_batch, rows_of
+from topo_search.training.batches import (
+    IGNORED,
+    Batch,
+    load_batch,
+    rows_of,
+    seeded,
+    steps_per_epoch,
+    texts_of_step,
+    usable_texts,
+)
 from topo_search.training.checkpoint import read_checkpoint, require_finite, write_checkpoint
 from topo_search.training.loss import HeadLoss
 from topo_search.training.states import HiddenStates
@@ -195,7 +204,7 @@ class _Run:
     loss: HeadLoss
     model: nn.Module
     corpora: Sequence[Corpus]
-    usable: list[Int[Tensor, " texts"]]
+    usable: list[Int[Tensor, " _"]]
     recipe: Recipe
     num_heads: int
     optimizer: Any
@@ -214,7 +223,7 @@ class _Run:
         checkpoint: Path | None,
         accelerator: Accelerator | None,
     ) -> _Run:
-        usable = [_usable_texts(corpus.text) for corpus in corpora]
+        usable = [usable_texts(corpus.text) for corpus in corpora]
         if not any(len(texts) for texts in usable):
             raise InputError("The training text has 0 supervised tokens: every answer is one token long.")
         optimizer: Any = torch.optim.AdamW(
@@ -238,37 +247,28 @@ class _Run:
     def is_first(self) -> bool:
         return self.accelerator is None or self.accelerator.is_main_process
 
-    def _per_epoch(self, index: int) -> int:
-        return math.ceil(len(self.usable[index]) / self.recipe.batch_texts)
-
     def _steps_of(self, index: int) -> int:
-        return self.corpora[index].epochs * self._per_epoch(index)
+        return self.corpora[index].epochs * steps_per_epoch(self.usable[index], self.recipe.batch_texts)
 
     def _place(self) -> tuple[Corpus, Int[Tensor, " texts"]]:
-        """The corpus and the texts of this step; each epoch is one seeded shuffle."""
-        step = self.step
+        """The corpus and the texts of this step."""
+        step, recipe = self.step, self.recipe
         for index, corpus in enumerate(self.corpora):
             if step < self._steps_of(index):
-                epoch, at = divmod(step, self._per_epoch(index))
-                order = torch.randperm(len(self.usable[index]), generator=self._generator(epoch, index))
-                size = self.recipe.batch_texts
-                return corpus, self.usable[index][order[at * size : (at + 1) * size]]
+                usable = self.usable[index]
+                return corpus, texts_of_step(
+                    usable, step, batch_texts=recipe.batch_texts, seed=recipe.seed, corpus=index
+                )
             step -= self._steps_of(index)
         raise AssertionError("a run has no step beyond its last")
-
-    def _generator(self, *parts: int) -> torch.Generator:
-        seed = self.recipe.seed
-        for part in parts:
-            seed = (seed * 1_000_003 + part + 1) % (1 << 62)
-        return torch.Generator().manual_seed(seed)
 
     def descend(self) -> Float[Tensor, " heads"]:
         """One step; returns each head's mean loss over the rows of this process."""
         corpus, texts = self._place()
         batch = self._share(corpus, texts)
         labels = rows_of(corpus.text, texts, self.num_heads).labels
-        candidates = self.loss.candidates(labels, self.recipe.sampled_tokens, self._generator(self.step, 7))
-        torch.manual_seed(int(self._generator(self.step, 11).initial_seed()))
+        candidates = self.loss.candidates(labels, self.recipe.sampled_tokens, seeded(self.recipe.seed, self.step, 7))
+        torch.manual_seed(seeded(self.recipe.seed, self.step, 11).initial_seed())
         for group in self.optimizer.param_groups:
             group["lr"] = self.recipe.learning_rate * schedule(self.step, self.steps)
         self.optimizer.zero_grad(set_to_none=True)
@@ -331,11 +331,6 @@ def schedule(step: int, steps: int) -> float:
     if step < warm:
         return (step + 1) / warm
     return 0.55 + 0.45 * math.cos(math.pi * (step - warm) / max(1, steps - warm))
-
-
-def _usable_texts(text: TrainingText) -> Int[Tensor, " texts"]:
-    """Texts with at least one row that has a label."""
-    return torch.nonzero(text.lengths - text.prompt_lengths >= 2).flatten()
 
 
 def _rounded(values: Tensor) -> tuple[float, ...]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -20,6 +20,7 @@ from torch.nn import functional
 from topo_search.training.batches import IGNORED, Batch
 
 
+@runtime_checkable
 class DraftBlocks(Protocol):
     """The trainable part of a family of draft heads."""
 
@@ -94,6 +95,7 @@ class HeadLoss(nn.Module):
     ) -> None:
         super().__init__()
         self.blocks = blocks
+        self.token_map = token_map
         self.distill = distill
         vocab = output_weight.shape[0]
         ids = torch.arange(vocab) if token_map is None else token_map.long()
@@ -106,6 +108,11 @@ class HeadLoss(nn.Module):
     def columns(self) -> int:
         """Tokens that heads can draft."""
         return self._frozen[0].shape[0]
+
+    @property
+    def num_heads(self) -> int:
+        """Draft heads."""
+        return self._blocks.num_heads
 
     def candidates(self, labels: Int[Tensor, "rows heads"], sampled: int, sampler: torch.Generator) -> Candidates:
         """Columns for a step with the given labels: theirs, and `sampled` others at random; 0 takes all."""

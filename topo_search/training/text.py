@@ -86,7 +86,7 @@ class TrainingText:
         )
 
 
-def text_of(texts: Sequence[Int[Tensor, " tokens"]], prompt_lengths: Sequence[int]) -> TrainingText:
+def text_of(texts: Sequence[Int[Tensor, " _"]], prompt_lengths: Sequence[int]) -> TrainingText:
     """Texts of known prompt lengths."""
     lengths = torch.tensor([0, *(len(text) for text in texts)])
     return TrainingText(
@@ -119,12 +119,15 @@ def user_turns(turns: Sequence[str]) -> list[Prompt]:
 
 
 def ordinary_text(target: Target, files: Sequence[Path], *, length: int = 256) -> TrainingText:
-    """Files cut into texts of `length` tokens: text the target did not write, to learn from before its own.
+    """Files cut into texts of `length` tokens, fewer where the target's context is shorter.
+
+    It is text the target did not write, to learn from before its own.
 
     Raises:
         InputError: a file cannot be read as UTF-8, or all of them together hold less than two tokens.
     """
     pieces: list[Tensor] = []
+    length = min(length, target.position_limit or length)
     for file in files:
         try:
             content = file.read_text(encoding="utf-8")

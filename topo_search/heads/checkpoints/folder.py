@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +50,10 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
         raise InputError(
             f"Heads folder {folder} holds no weights; expected one of {', '.join(_WEIGHTS)}, found {held}."
         )
-    tensors: dict[str, Tensor] = {}
+    entries: dict[str, Callable[[], Tensor]] = {}
     for file in files:
-        tensors |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
-    return tensors if files[0].name in _WEIGHTS[:5] else _heads_of(tensors)
+        entries |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+    return {name: entries[name]() for name in _of_heads(list(entries))}
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -69,17 +71,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _safetensors(path: Path) -> dict[str, Tensor]:
+def _safetensors(path: Path) -> dict[str, Callable[[], Tensor]]:
     try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in _kept(list(file.keys()))}
+        file = safe_open(path, framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
         raise InputError(f"{path} is no whole safetensors file ({error}); copy it again.") from None
+    return {name: partial(file.get_tensor, name) for name in file.keys()}  # type: ignore[no-untyped-call]  # noqa: SIM118
 
 
-def _pickled(path: Path) -> dict[str, Tensor]:
+def _pickled(path: Path) -> dict[str, Callable[[], Tensor]]:
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of pickle's version, where the error below says what matters
+            loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         reason = str(error).split("\n")[0][:200]
         raise InputError(
@@ -87,16 +91,11 @@ def _pickled(path: Path) -> dict[str, Tensor]:
         ) from None
     if not isinstance(loaded, dict) or not all(isinstance(value, Tensor) for value in loaded.values()):
         raise InputError(f"{path} is no dictionary of tensors; store the heads' state dict.")
-    return {name: loaded[name] for name in _kept(list(loaded))}
+    return {name: partial(loaded.__getitem__, name) for name in loaded}
 
 
-def _kept(names: list[str]) -> list[str]:
+def _of_heads(names: list[str]) -> list[str]:
     """The names to read: of a whole model with heads, the heads and what proves whose they are."""
     if not any(name.startswith(_HEADS_IN_A_MODEL) for name in names):
         return names
     return [name for name in names if name.startswith(_KEPT_OF_A_MODEL)]
-
-
-def _heads_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Without the shards' share of the model, where heads lie in other shards."""
-    return {name: tensors[name] for name in _kept(list(tensors))}

@@ -46,6 +46,11 @@ class Checkpoint:
     config: dict[str, Any]
     fingerprint: str
 
+    @property
+    def kind(self) -> str:
+        """Their family."""
+        return family_of(self.blocks).kind
+
 
 def load_heads(spec: str, target: Target, *, dtype: torch.dtype | None = None) -> DraftHeads:
     """The draft heads that `spec` names, bound to `target`.
@@ -61,14 +66,14 @@ def load_heads(spec: str, target: Target, *, dtype: torch.dtype | None = None) -
         MismatchError: the heads were made for another hidden size, vocabulary or target.
     """
     checkpoint = read_checkpoint(spec, target)
-    family, shape = family_of(checkpoint.blocks), checkpoint.blocks.shape
+    family = family_of(checkpoint.blocks)
     # Rounded heads rank otherwise, so they are others.
     rounded = dtype is not None and dtype != target.dtype
     identity = HeadsIdentity(
         name=spec,
         kind=family.kind,
         fingerprint=checkpoint.fingerprint + (f"-{str(dtype).removeprefix('torch.')}" if rounded else ""),
-        num_heads=shape.num_heads,
+        num_heads=checkpoint.blocks.shape.num_heads,
     )
     return family.heads(checkpoint.blocks, target, identity, token_map=checkpoint.token_map, dtype=dtype)
 

@@ -1,0 +1,276 @@
+"""`topo-search distill` and `train` as a user types them, on a tiny target: every family, its record, each refusal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from folders import save_tiny_target
+from safetensors.torch import load_file
+
+from topo_search.cli.app import main
+from topo_search.heads import load_heads
+from topo_search.target import load_target
+from topo_search.training.text import MANIFEST, read_text_store
+
+Run = Callable[..., tuple[int, str]]
+ROWS = [{"prompt": f"w{n} w{n + 1} w3"} for n in range(12)]
+SHORT = ("--num-heads", 2, "--epochs", 2, "--batch-texts", 4, "--held-out", 0.25)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, another one, prompts."""
+    root = tmp_path_factory.mktemp("train")
+    save_tiny_target(root / "target")
+    save_tiny_target(root / "other", seed=9)
+    (root / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS))
+    return root
+
+
+@pytest.fixture
+def run(root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command line beside the target: exit code and stderr."""
+    monkeypatch.chdir(root)
+
+    def call(*words: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["topo-search", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        code = ended.value.code
+        return code if isinstance(code, int) else 0, capsys.readouterr().err
+
+    return call
+
+
+@pytest.fixture
+def text(root: Path, run: Run) -> Path:
+    """A store that the target wrote."""
+    if not (root / "text").exists():
+        code, err = run("distill", "--target", "target", "--out", "text", "--prompts", "mine.jsonl", *_cap(12))
+        assert code == 0, err
+        assert "text holds 12 answers" in err
+    return root / "text"
+
+
+def _cap(tokens: int) -> tuple[object, ...]:
+    return "--max-new-tokens", tokens
+
+
+def _refused(result: tuple[int, str], *words: str) -> None:
+    code, err = result
+    assert code == 2, err
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("Error: ")
+    assert "Traceback" not in err
+    for word in words:
+        assert word in last, last
+
+
+FAMILIES: dict[str, tuple[object, ...]] = {
+    "medusa": ("medusa",),
+    "hydra": ("hydra", "--shortlist", 30, "--own-projection"),
+    "guide": ("hydra", "--arch", "guide", "--blind-first"),
+    "last": ("hydra", "--sees", "last"),
+    "fusion": ("hydra++", "--sees", "fusion", "--num-layers", 1),
+    "hydra++": ("hydra++", "--num-layers", 2, "--shortlist", 30),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains_and_loads(family: str, run: Run, text: Path, root: Path, tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    code, err = run("train", *FAMILIES[family], "--target", "target", "--text", "text", "--out", out, *SHORT)
+    assert code == 0, err
+    assert "Hidden states of the target's own text: " in err and " MB in " in err
+    assert "Head 2 on held-out text: loss" in err
+    assert "% of the target's" in err
+    config = json.loads((out / "config.json").read_text())
+    assert config["recipe"]["seed"] == 0
+    assert config["text_agreement"] > 0.95
+    assert config["training_text"]["digest"] == read_text_store(text).digest
+    assert len(config["held_out"]["loss"]) == len(config["held_out"]["accuracy_given_path"]) == 2
+    assert config["parameters"] == sum(
+        tensor.numel() for name, tensor in load_file(out / "heads.safetensors").items() if name != "token_map"
+    )
+    target = load_target(str(root / "target"))
+    assert config["target_fingerprint"] == target.identity.fingerprint
+    heads = load_heads(str(out), target)
+    assert heads.identity.num_heads == 2
+    scores = heads.path_scores(torch.randn(3, target.hidden_size), torch.tensor([[5, 6]] * 3))
+    shortlisted = "--shortlist" in FAMILIES[family]
+    assert scores.shape == (3, 2, 30 if shortlisted else target.known_ids)
+    assert (heads.token_map is not None) == shortlisted
+    assert not (out / "work/training.pt").exists()
+
+
+@pytest.mark.parametrize("words", [("hydra++", "--num-layers", 1), ("medusa-2", "--num-texts", 8)])
+def test_a_target_in_bf16_trains_heads(words: tuple[object, ...], run: Run, text: Path, tmp_path: Path) -> None:
+    """FIELD-CASES 30: the base in the precision that will serve; text and heads fit it in any."""
+    model = ("--target", "target", "--dtype", "bfloat16", "--text", "text")
+    code, err = run("train", *words, *model, "--out", tmp_path, *SHORT)
+    assert code == 0, err
+    assert list((tmp_path / "work").glob("states-*-bfloat16-*.f16"))
+    out = tmp_path / "heads" if words[0] == "medusa-2" else tmp_path
+    served = load_target(str(tmp_path / "target" if words[0] == "medusa-2" else "target"), dtype="bfloat16")
+    assert load_heads(str(out), served).identity.num_heads == 2
+
+
+def test_the_saved_heads_are_the_trained_ones(run: Run, text: Path, tmp_path: Path) -> None:
+    """Their held-out figures come back from the files, within bf16."""
+    from topo_search.heads.checkpoints import read_checkpoint
+    from topo_search.training.heads import evaluate, split_held_out
+    from topo_search.training.loss import HeadLoss
+    from topo_search.training.states import cached_states
+
+    words = ("--own-projection", "--shortlist", 30, "--learning-rate", 1e-2)
+    code, err = run("train", "hydra", "--target", "target", "--text", "text", "--out", tmp_path, *SHORT, *words)
+    assert code == 0, err
+    held = json.loads((tmp_path / "config.json").read_text())["held_out"]
+    target = load_target("target")
+    stored = read_checkpoint(str(tmp_path), target)
+    loss = HeadLoss(stored.blocks.float(), target.output_weight, target.input_embeddings, token_map=stored.token_map)
+    _, held_text = split_held_out(read_text_store(text), 0.25, seed=0)
+    states = cached_states(target, held_text, tmp_path / "work")
+    found = evaluate(loss, held_text, states, num_heads=2)
+    assert found.loss == pytest.approx(held["loss"], rel=0.02)
+    assert found.rows == held["rows"]
+
+
+def test_without_a_store_the_target_writes_one_and_ordinary_text_comes_first(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(" ".join(f"w{n % 50}" for n in range(300)))
+    words = ("--prompts", "mine.jsonl", *_cap(8), "--ordinary-text", tmp_path / "book.txt", "--held-out", 0)
+    code, err = run("train", "medusa", "--target", "target", "--out", tmp_path, *words, "--num-heads", 2)
+    assert code == 0, err
+    assert "Hidden states of ordinary text: 300 positions" in err
+    assert "No text was held out" in err
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["held_out"] is None
+    assert config["training_text"]["ordinary_files"] == 1
+    assert len(read_text_store(tmp_path / "work/text").prompt_lengths) == 12
+
+
+def test_text_of_another_target_is_refused(run: Run, text: Path, tmp_path: Path) -> None:
+    """FIELD-CASES 87."""
+    refused = run("train", "medusa", "--target", "other", "--text", "text", "--out", tmp_path, *SHORT)
+    _refused(refused, "text was written by another target", "topo-search distill")
+
+
+def test_text_that_the_target_would_not_write_is_told(run: Run, tmp_path: Path) -> None:
+    """FIELD-CASES 87: sampled hot, the text agrees with no greedy choice; the share is recorded."""
+    hot = ("--temperature", 5.0, "--top-p", 1.0, "--prompts", "mine.jsonl", *_cap(12))
+    code, err = run("distill", "--target", "target", "--out", tmp_path / "hot", *hot)
+    assert code == 0, err
+    code, err = run("train", "medusa", "--target", "target", "--text", tmp_path / "hot", "--out", tmp_path, *SHORT)
+    assert code == 0, err
+    assert "of the text's answer tokens are the target's own greedy choice" in err
+    assert "topo-search distill" in err
+    assert json.loads((tmp_path / "config.json").read_text())["text_agreement"] < 0.8
+
+
+def test_an_unknown_id_is_refused(run: Run, text: Path, tmp_path: Path) -> None:
+    """FIELD-CASES 84: the store's text has a token that the target's table lacks."""
+    from safetensors.torch import save_file
+
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / MANIFEST).write_text((text / MANIFEST).read_text())
+    for shard in text.glob("text-*.safetensors"):
+        tensors = load_file(shard)
+        tensors["tokens"][5] = 32000
+        save_file(tensors, store / shard.name)
+    words = ("--text", store, "--shortlist", 10, "--out", tmp_path)
+    _refused(run("train", "medusa", "--target", "target", *words), "token id 32000, beyond the 61 rows")
+
+
+def test_bad_settings_are_named(run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ("--target", "target", "--text", "text")
+    _refused(run("train", "medusa", *target, "--out", tmp_path, "--learning-rate", 0), "--learning-rate is 0")
+    (tmp_path / "file").write_text("")
+    _refused(run("train", "hydra", *target, "--out", tmp_path / "file"), "file is a file; give a folder")
+    _refused(run("train", "hydra", "--target", "target", "--text", tmp_path, "--out", tmp_path), "is no text store")
+    _refused(run("distill", "--target", "target", "--out", tmp_path, "--top-p", 0), "--top-p is 0")
+    _refused(
+        run("train", "medusa", *target, "--out", tmp_path, "--learning-rate", 1e30, *SHORT), "lower --learning-rate"
+    )
+    more = ("--prompts", "mine.jsonl", "--max-new-tokens", 9)
+    _refused(run("distill", "--target", "target", "--out", "text", *more), "holds text of another run")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _refused(run("train", "medusa-2", *target, "--out", tmp_path), "one process", "accelerate launch")
+
+
+def test_one_process_where_two_were_meant_is_told(
+    run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process and says nothing."""
+    words = ("train", "medusa", "--target", "target", "--text", "text", "--out", tmp_path, *SHORT)
+    assert "one process only" not in run(*words)[1]
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "True")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    code, err = run(*words)
+    assert code == 0, err
+    assert "Warning: accelerate launch --cpu starts one process only; several on CPUs need --multi_gpu" in err
+
+
+# Medusa-2
+
+
+@pytest.fixture
+def joint_options(text: Path) -> tuple[object, ...]:
+    return ("--target", "target", "--text", "text", "--lora-rank", 4, "--backbone-learning-rate", 1e-3, *SHORT[2:])
+
+
+def test_medusa_2_writes_a_target_and_its_heads(
+    run: Run, joint_options: tuple[object, ...], root: Path, tmp_path: Path
+) -> None:
+    code, err = run("train", "medusa-2", *joint_options, "--num-heads", 2, "--num-texts", 10, "--out", tmp_path)
+    assert code == 0, err
+    assert "Training together: 4/4 language loss" in err
+    assert "Drift from the original target on held-out text: mean KL" in err
+    config = json.loads((tmp_path / "heads/config.json").read_text())
+    new, original = load_target(str(tmp_path / "target")), load_target(str(root / "target"))
+    assert config["target_fingerprint"] == new.identity.fingerprint != original.identity.fingerprint
+    assert config["original_target"]["fingerprint"] == original.identity.fingerprint
+    assert config["training_text"]["answers"] == 10
+    assert config["drift"]["kl"] > 0
+    assert config["drift"]["prompts"] == 2
+    assert 0 <= config["drift"]["equal_text"] <= config["drift"]["equal_leading_tokens"] <= 1
+    assert config["recipe"]["heads_weight"] == 0.2
+    assert config["warmup_recipe"]["epochs"] == 2
+    model = ("--target", tmp_path / "target", "--heads", tmp_path / "heads")
+    rows = ("--prompts", "mine.jsonl", *_cap(8), "--no-measure", "--out", tmp_path)
+    code, err = run("calibrate", *model, *rows)
+    assert code == 0, err
+    _refused(run("calibrate", "--target", "target", *model[2:], *rows), "trained for target")
+    assert not list((tmp_path / "work").glob("*.pt"))
+
+
+@pytest.mark.parametrize("family", ["hydra++", "hydra"])
+def test_medusa_2_continues_from_trained_heads(
+    family: str, run: Run, joint_options: tuple[object, ...], tmp_path: Path
+) -> None:
+    words = ("--target", "target", "--text", "text", "--out", tmp_path / "first", *SHORT)
+    code, err = run("train", *FAMILIES[family], *words)
+    assert code == 0, err
+    code, err = run("train", "medusa-2", *joint_options, "--heads", tmp_path / "first", "--out", tmp_path / "joint")
+    assert code == 0, err
+    config: dict[str, Any] = json.loads((tmp_path / "joint/heads/config.json").read_text())
+    first = load_heads(str(tmp_path / "first"), load_target("target"))
+    assert config["recipe"]["started_from"] == first.identity.fingerprint
+    assert config["warmup_recipe"] is None
+    assert config["kind"] == "hydra"
+    heads = load_heads(str(tmp_path / "joint/heads"), load_target(str(tmp_path / "joint/target")))
+    assert torch.equal(heads.token_map, first.token_map)
+
+
+def test_medusa_2_without_peft_is_refused_at_once(
+    run: Run, joint_options: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    _refused(run("train", "medusa-2", *joint_options, "--out", tmp_path), "extra `lora`", "pip install")
+    assert not list(tmp_path.iterdir())

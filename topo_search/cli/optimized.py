@@ -1,0 +1,203 @@
+"""What `optimize` writes and prints: tree files, JSON, tables, the verdict."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from topo_search.cost import LatencyTable
+from topo_search.files.artefacts import file_ref
+from topo_search.files.tree_file import TREE_SUFFIX, MadeFrom, Predicted, TreeFile, write_tree
+from topo_search.provenance import command, now, versions
+from topo_search.report.console import note, stdout
+from topo_search.report.optimized import comparison_table, workload_table
+from topo_search.search.assess import Assessment
+from topo_search.search.intervals import Figure
+from topo_search.search.optimize import CHAIN, PLAIN, TREE, Alternative
+from topo_search.search.verdict import basis, verdict
+from topo_search.trace import RankTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What an answer was made from."""
+
+    trace: RankTrace | None
+    trace_path: Path | None
+    table: LatencyTable | None
+    latency_path: Path | None
+
+
+def report(found: Assessment, origin: Origin, out: Path, *, as_json: bool, study: dict[str, Any] | None) -> None:
+    """Write the tree files and print the answer: JSON, or tables and words."""
+    files = _write_trees(found, out, _made_from(origin))
+    if as_json:
+        print(json.dumps(answer_json(found, files, study), indent=2, allow_nan=False))  # noqa: T201
+        return
+    stdout().print(comparison_table(found))
+    if found.workloads:
+        stdout().print(workload_table(found.workloads))
+    for line in (verdict(found), *_details(found), basis(found.assumptions)):
+        note(line)
+    for warning in found.warnings:
+        note(f"Warning: {warning}")
+    if study:
+        note(f"Study: {', '.join(f'{key} {value}' for key, value in study.items())}")
+    for name, file in files.items():
+        note(f"Wrote {file} ({name})")
+    tree, chain = files[TREE], files[CHAIN]
+    note(f"Next: topo-search show {tree}, or topo-search bench --tree {tree} --chain {chain}")
+
+
+def answer_json(found: Assessment, files: dict[str, Path], study: dict[str, Any] | None) -> dict[str, Any]:
+    """The answer for machines: the recommended alternative's figures on top; unknown is null."""
+    rows = [_row(found, alternative, files.get(alternative.name)) for alternative in found.result.alternatives]
+    recommended = next(row for row in rows if row["name"] == found.recommended)
+    return {
+        **recommended,
+        "recommended": found.recommended,
+        "alternatives": rows,
+        "verdict": verdict(found),
+        "warnings": list(found.warnings),
+        "assumptions": asdict(found.assumptions),
+        "over_plain": _figure_json(found.over_plain),
+        "over_runner_up": None
+        if found.over_runner_up is None
+        else {"name": found.over_runner_up[0], **(_figure_json(found.over_runner_up[1]) or {}), "sure": found.sure},
+        "unseen_shares": None if found.unseen is None else list(found.unseen),
+        "unseen_tokens_per_step_at_most": None if found.unseen is None else sum(found.unseen),
+        "prompts_to_halve_intervals": found.prompts_to_halve,
+        "workloads": [
+            {
+                "workload": row.workload,
+                "prompts": row.prompts,
+                "paths": [list(path) for path in row.tree.paths],
+                "tokens_per_step": row.tokens_per_step,
+                "loss_on": row.loss_on,
+            }
+            for row in found.workloads
+        ],
+        "study": study,
+    }
+
+
+def _row(found: Assessment, own: Alternative, file: Path | None) -> dict[str, Any]:
+    honest = found.figures(own.name)
+    shown = _shown(found, own)
+    return {
+        "name": own.name,
+        "tree_file": None if file is None else str(file),
+        "paths": [list(path) for path in own.tree.paths],
+        "num_draft_nodes": own.tree.num_draft_nodes,
+        "verify_width": own.tree.verify_width,
+        "depth": own.tree.depth,
+        "tokens_per_step": shown.tokens_per_step,
+        "tokens_per_step_all_positions": shown.tokens_per_step_all_positions,
+        "step_ms": shown.step_ms,
+        "tokens_per_s": shown.tokens_per_s,
+        "speedup": shown.speedup,
+        "tokens_per_step_own": own.tokens_per_step,
+        "tokens_per_s_own": own.tokens_per_s,
+        "speedup_own": own.speedup,
+        "intervals": None
+        if honest is None
+        else {name: _figure_json(getattr(honest, name)) for name in ("tokens_per_step", "tokens_per_s", "speedup")},
+        "faster_than_plain": None if honest is None else honest.faster_than_plain,
+        "break_even_tokens_per_step": None if honest is None else honest.break_even_tokens_per_step,
+        "steps_per_answer_p50": None if honest is None else honest.steps_per_answer_p50,
+        "steps_per_answer_p95": None if honest is None else honest.steps_per_answer_p95,
+    }
+
+
+def _shown(found: Assessment, own: Alternative) -> Predicted:
+    """The figures to print: never a winner's own score, except plain decoding's, which nothing chose."""
+    honest = found.figures(own.name)
+    if honest is not None:
+        return Predicted(
+            tokens_per_step=None if honest.tokens_per_step is None else honest.tokens_per_step.value,
+            tokens_per_step_all_positions=own.tokens_per_step_all_positions,
+            step_ms=honest.step_ms,
+            tokens_per_s=None if honest.tokens_per_s is None else honest.tokens_per_s.value,
+            speedup=None if honest.speedup is None else honest.speedup.value,
+        )
+    if own.name != PLAIN and found.assumptions.prompts is not None:
+        return Predicted(tokens_per_step_all_positions=own.tokens_per_step_all_positions)
+    return Predicted(
+        tokens_per_step=own.tokens_per_step,
+        tokens_per_step_all_positions=own.tokens_per_step_all_positions,
+        step_ms=own.step_ms,
+        tokens_per_s=own.tokens_per_s,
+        speedup=own.speedup,
+    )
+
+
+def _figure_json(figure: Figure | None) -> dict[str, Any] | None:
+    if figure is None:
+        return None
+    return {
+        "value": figure.value,
+        "interval": None if figure.interval is None else [figure.interval.low, figure.interval.high],
+        "prediction": None if figure.prediction is None else [figure.prediction.low, figure.prediction.high],
+    }
+
+
+def _details(found: Assessment) -> list[str]:
+    """Break-even, steps per answer and what unseen paths could add, in words."""
+    lines = []
+    best = found.figures(found.recommended)
+    if best is not None and found.recommended != PLAIN:
+        shown = {"tokens per step": best.tokens_per_step, "speed-up": best.speedup}
+        ranges = [
+            f"{what} {f.prediction.low:.2f} to {f.prediction.high:.2f}"
+            for what, f in shown.items()
+            if f and f.prediction
+        ]
+        lines.append(f"On as many other prompts (95 % prediction interval): {', '.join(ranges)}.")
+    for name in (CHAIN, TREE):
+        honest = found.figures(name)
+        if honest is not None and honest.break_even_tokens_per_step is not None:
+            lines.append(
+                f"{name}: breaks even with plain decoding at {honest.break_even_tokens_per_step:.2f} tokens per step; "
+                f"steps per answer {honest.steps_per_answer_p50:.0f} (median), {honest.steps_per_answer_p95:.0f} (95th "
+                "percentile)."
+            )
+    if found.unseen is not None:
+        lines.append(
+            f"Paths that only one prompt shows: more prompts could add at most {sum(found.unseen):.3f} tokens per step "
+            "(Good-Turing, by prompt, every position alike)."
+        )
+    return lines
+
+
+def _made_from(origin: Origin) -> MadeFrom:
+    trace, table = origin.trace, origin.table
+    return MadeFrom(
+        target=None if trace is None else trace.target,
+        heads=None if trace is None else trace.heads,
+        rule=None if trace is None else trace.rule,
+        trace=None if origin.trace_path is None else file_ref(origin.trace_path),
+        latency=None if table is None or origin.latency_path is None else file_ref(origin.latency_path),
+        device=None if table is None else table.device.get("name"),
+        versions=versions(),
+        command=command(),
+        created=now(),
+    )
+
+
+def _write_trees(found: Assessment, folder: Path, made_from: MadeFrom) -> dict[str, Path]:
+    files = {}
+    for alternative in found.result.alternatives:
+        if alternative.name == PLAIN:
+            continue
+        files[alternative.name] = folder / (alternative.name.replace(" ", "-") + TREE_SUFFIX)
+        content = TreeFile(
+            tree=alternative.tree,
+            name=alternative.name,
+            probabilities=alternative.probabilities,
+            predicted=_shown(found, alternative),
+            made_from=made_from,
+        )
+        write_tree(files[alternative.name], content)
+    return files

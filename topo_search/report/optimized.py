@@ -1,0 +1,74 @@
+"""Tables of what `optimize` found: the alternatives with their intervals, and trees across workloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from topo_search.search.assess import Assessment
+from topo_search.search.intervals import Figure, Interval
+from topo_search.search.optimize import PLAIN, Alternative
+from topo_search.search.workloads import WorkloadRow
+
+_UNKNOWN = "-"
+
+
+def comparison_table(found: Assessment) -> Table:
+    """Plain decoding, best chain and best tree side by side, with 95 % intervals below each figure."""
+    table = Table(
+        title="On prompts that did not choose the tree (below: 95 % interval)",
+        caption="own score: on the prompts that chose it, too high; all positions: as if steps started everywhere",
+        show_lines=True,
+    )
+    table.add_column("", no_wrap=True)
+    for name in ("tokens_per_step", "own score", "all positions", "step_ms", "tokens/s", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for own in found.result.alternatives:
+        table.add_row(*_cells(found, own))
+    return table
+
+
+def workload_table(rows: Sequence[WorkloadRow]) -> Table:
+    """Per workload its own tree, and what each tree loses where another workload is served."""
+    table = Table(title="Tree chosen on one workload, served on another: speed lost against that one's own tree")
+    table.add_column("chosen on")
+    for name in ("prompts", "nodes", "tokens_per_step"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        table.add_column(f"on {row.workload}", justify="right")
+    for row in rows:
+        per_step = _UNKNOWN if row.tokens_per_step is None else f"{row.tokens_per_step:.3f}"
+        losses = ["own" if other is row else _percent(row.loss_on[other.workload]) for other in rows]
+        table.add_row(row.workload, str(row.prompts), str(row.tree.num_draft_nodes), per_step, *losses)
+    return table
+
+
+def _cells(found: Assessment, own: Alternative) -> list[str]:
+    honest = found.figures(own.name)
+    mark = " *" if own.name == found.recommended else ""
+    nodes = own.tree.num_draft_nodes
+    shape = f"{own.name}{mark}\n{nodes} node{'s' if nodes != 1 else ''}, depth {own.tree.depth}"
+    scores = [f"{own.tokens_per_step:.3f}", f"{own.tokens_per_step_all_positions:.3f}"]
+    if honest is None:
+        expected = found.assumptions.prompts is None or own.name == PLAIN
+        figures = [own.step_ms, own.tokens_per_s, own.speedup] if expected else [None, None, None]
+        first = f"{own.tokens_per_step:.3f}" if expected else _UNKNOWN
+        return [shape, first, *scores, *(_UNKNOWN if f is None else f"{f:.2f}" for f in figures)]
+    step_ms = _UNKNOWN if honest.step_ms is None else f"{honest.step_ms:.1f}"
+    rates = [_figure(honest.tokens_per_s, 1), _figure(honest.speedup, 2, " x")]
+    return [shape, _figure(honest.tokens_per_step, 3), *scores, step_ms, *rates]
+
+
+def _figure(figure: Figure | None, digits: int, unit: str = "") -> str:
+    if figure is None:
+        return _UNKNOWN
+    return f"{figure.value:.{digits}f}{unit}\n{_range(figure.interval, digits)}"
+
+
+def _range(interval: Interval | None, digits: int) -> str:
+    return _UNKNOWN if interval is None else f"{interval.low:.{digits}f}-{interval.high:.{digits}f}"
+
+
+def _percent(share: float | None) -> str:
+    return _UNKNOWN if share is None else f"{100 * share:.1f} %"

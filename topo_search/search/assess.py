@@ -1,0 +1,304 @@
+"""The whole answer: the search on all prompts, its honest figures, what is still unknown, and for what it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float
+
+from topo_search.cost import LatencyTable
+from topo_search.estimates import PathProbabilities
+from topo_search.identity import RuleIdentity
+from topo_search.prefixes import PrefixTable
+from topo_search.search.choose import Choice, Settings, choose, joined
+from topo_search.search.intervals import Figure, prompts_to_halve, resampling_weights
+from topo_search.search.judge import ExpectedJudge, ReplayJudge
+from topo_search.search.optimize import (
+    CHAIN,
+    NAMES,
+    PLAIN,
+    TREE,
+    SearchResult,
+    optimize,
+    optimize_by,
+    require_rows,
+    result_of,
+)
+from topo_search.search.selection import (
+    HeldOut,
+    HeldOutFigures,
+    certainty,
+    chosen_trees,
+    faster,
+    figures,
+    fold_of_prompts,
+    hold_out,
+    text_units,
+)
+from topo_search.search.unseen import unseen_shares
+from topo_search.search.workloads import WorkloadRow, workload_rows
+from topo_search.trace import RankTrace
+from topo_search.tree import Tree
+
+_WIDE = 0.03  # half an interval over its figure, from which on more prompts are asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assumptions:
+    """What every figure rests on.
+
+    Attributes:
+        estimator: path probabilities.
+        law: how positions are weighted.
+        prompts, positions: recorded; null without a trace, as are contexts and rule.
+        split: how choosing and scoring were kept apart.
+        seed, resamples: of folds and bootstrap.
+        batch, contexts: sequences per step, and the range of committed tokens that steps started at.
+        measured_contexts: those of the latency table that steps were timed at; null without a table.
+        rule: acceptance rule and temperature.
+        pick: rule that chose the size.
+    """
+
+    estimator: str
+    law: str
+    prompts: int | None
+    positions: int | None
+    split: str
+    seed: int
+    resamples: int
+    batch: int
+    contexts: tuple[int, int] | None
+    measured_contexts: tuple[int, ...] | None
+    rule: RuleIdentity | None
+    pick: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assessment:
+    """The alternatives with their honest figures.
+
+    Attributes:
+        result: the search on all prompts, with the winners' own scores.
+        recommended: by the figures on prompts that did not choose; by the own scores for a single prompt.
+        held_out: per alternative, in the order of `result.alternatives`; null where nothing could be held out.
+        over_plain: the recommended alternative over plain decoding, paired by prompt; null without times.
+        over_runner_up: over the next best of the three, with its name; null likewise.
+        sure: probability that the recommended one is faster than the runner-up; null likewise.
+        unseen: per depth, the share of rows whose node no other prompt has; null without a trace.
+        prompts_to_halve: prompts in all that would make the intervals half as wide; null for a single prompt.
+        workloads: what each workload's own tree loses on the others.
+        warnings: in words.
+        assumptions: what all of it rests on.
+    """
+
+    result: SearchResult
+    recommended: str
+    held_out: tuple[HeldOutFigures, ...] | None
+    over_plain: Figure | None
+    over_runner_up: tuple[str, Figure] | None
+    sure: float | None
+    unseen: tuple[float, ...] | None
+    prompts_to_halve: int | None
+    workloads: tuple[WorkloadRow, ...]
+    warnings: tuple[str, ...]
+    assumptions: Assumptions
+
+    def figures(self, name: str) -> HeldOutFigures | None:
+        """The held-out figures of one alternative."""
+        return None if self.held_out is None else self.held_out[NAMES.index(name)]
+
+
+def assess(trace: RankTrace, latency: LatencyTable | None, settings: Settings) -> Assessment:
+    """Search on all prompts, and cross-fit the search to say what it brings on others.
+
+    Raises:
+        InputError: see `optimize`.
+    """
+    result = optimize(trace, latency, settings)
+    fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
+    held = hold_out(trace, latency, chosen_trees(latency, settings), fold, batch=settings.batch)
+    folds = int(fold.max()) + 1
+    split = f"cross-fitted over {folds} folds by prompt" if held is not None else "none: a single prompt"
+    rows = tuple(workload_rows(trace, latency, settings))
+    return assessment_of(trace, latency, result, held, split=split, workloads=rows)
+
+
+def assess_improved(
+    trace: RankTrace,
+    latency: LatencyTable | None,
+    settings: Settings,
+    improve: Callable[[ReplayJudge, Choice], Tree],
+) -> Assessment:
+    """Search on all folds of prompts but one, let `improve` replace the best tree, and score it on the fold left out.
+
+    For what is too slow to run on every fold: a study, a race. With a single prompt nothing is left out.
+
+    Args:
+        trace, latency, settings: as for `assess`.
+        improve: from the judge of the prompts to choose on and the exact search's choice there, a tree.
+
+    Raises:
+        InputError: see `optimize`.
+    """
+    require_rows(trace)
+    fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
+    left_out = {prompt.id for prompt, number in zip(trace.prompts, fold, strict=True) if number == 0}
+    chosen_on = trace.select(lambda prompt: prompt.id not in left_out)
+    judge = ReplayJudge.of(chosen_on if len(chosen_on.ranks) else trace, latency, batch=settings.batch)
+    choice = choose(judge, settings)
+    tree = improve(judge, choice)
+    alternatives = joined([choice.alternatives.take([0, 1]), judge.score([tree])])
+    result = result_of(replace(choice, alternatives=alternatives), settings)
+    held = hold_out(trace, latency, lambda _: alternatives.trees, fold, batch=settings.batch, scored_folds=[0])
+    texts = "none: a single prompt" if held is None else f"{len(left_out)} prompts held out from choosing"
+    return assessment_of(trace, latency, result, held, split=texts)
+
+
+def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | None, settings: Settings) -> Assessment:
+    """Search on path probabilities alone: an expectation under the table's own assumption, with no interval.
+
+    Raises:
+        InputError: see `optimize`.
+    """
+    judge = ExpectedJudge(probabilities=probabilities, latency=latency, batch=settings.batch)
+    result = optimize_by(judge, settings)
+    return Assessment(
+        result=result,
+        recommended=result.recommended,
+        held_out=None,
+        over_plain=None,
+        over_runner_up=None,
+        sure=None,
+        unseen=None,
+        prompts_to_halve=None,
+        workloads=(),
+        warnings=("From a table of accuracies: expected tokens per step, not replayed; no interval can be given.",),
+        assumptions=Assumptions(
+            estimator="independent",
+            law="every position alike, each depth independent of the path",
+            prompts=None,
+            positions=None,
+            split="none: no prompts",
+            seed=settings.seed,
+            resamples=settings.resamples,
+            batch=settings.batch,
+            contexts=None,
+            measured_contexts=None if latency is None else tuple(latency.contexts(settings.batch)),
+            rule=None,
+            pick="best",
+        ),
+    )
+
+
+def assessment_of(
+    trace: RankTrace,
+    latency: LatencyTable | None,
+    result: SearchResult,
+    held: HeldOut | None,
+    *,
+    split: str,
+    workloads: tuple[WorkloadRow, ...] = (),
+) -> Assessment:
+    """Put a search and the scores of its held-out prompts together."""
+    settings = result.settings
+    units = text_units(trace.prompts)
+    count = 0 if held is None else len(held.tokens)
+    weights = resampling_weights(max(count, 1), settings.resamples, settings.seed)
+    scored = None if held is None else tuple(figures(held, latency, settings, weights))
+    recommended = _recommended(result, scored)
+    at = NAMES.index(recommended)
+    runner_up = None if held is None or scored is None else _runner_up(result, held, scored, at, latency, weights)
+    found = Assessment(
+        result=result,
+        recommended=recommended,
+        held_out=scored,
+        over_plain=None if held is None or at == 0 else faster(held, at, 0, latency, settings, weights),
+        over_runner_up=runner_up,
+        sure=None if runner_up is None else certainty(runner_up[1], count),
+        unseen=tuple(map(float, unseen_shares(trace, PrefixTable.of(trace), units))),
+        prompts_to_halve=prompts_to_halve(count) if count > 1 else None,
+        workloads=workloads,
+        warnings=(),
+        assumptions=_assumptions(trace, latency, settings, split),
+    )
+    return replace(found, warnings=tuple(_warnings(found, trace, int(units.max()) + 1)))
+
+
+def _recommended(result: SearchResult, scored: tuple[HeldOutFigures, ...] | None) -> str:
+    """The fastest on prompts that did not choose it, of equals the simpler; of equal trees the first name."""
+    if result.settings.objective == "tokens-per-step":
+        return TREE
+    if scored is None or any(found.tokens_per_s is None for found in scored):
+        return result.recommended
+    best = PLAIN
+    for name, found in zip(NAMES, scored, strict=True):
+        if result[name].tree != result[best].tree and _rate(found) > _rate(scored[NAMES.index(best)]):
+            best = name
+    return best
+
+
+def _rate(found: HeldOutFigures) -> float:
+    return 0.0 if found.tokens_per_s is None else found.tokens_per_s.value
+
+
+def _runner_up(
+    result: SearchResult,
+    held: HeldOut,
+    scored: tuple[HeldOutFigures, ...],
+    at: int,
+    latency: LatencyTable | None,
+    weights: Float[np.ndarray, "resamples units"],
+) -> tuple[str, Figure] | None:
+    """The fastest alternative with another tree than the recommended one's, and how much slower it is."""
+    mine = result.alternatives[at].tree
+    others = [index for index, found in enumerate(result.alternatives) if found.tree != mine]
+    if not others:
+        return None
+    next_best = max(others, key=lambda index: _rate(scored[index]))
+    figure = faster(held, at, next_best, latency, result.settings, weights)
+    return None if figure is None else (NAMES[next_best], figure)
+
+
+def _assumptions(trace: RankTrace, latency: LatencyTable | None, settings: Settings, split: str) -> Assumptions:
+    contexts = trace.contexts
+    measured = None
+    if latency is not None:
+        used = np.unique(latency.nearest_context(contexts, batch=settings.batch))
+        measured = tuple(latency.contexts(settings.batch)[index] for index in used)
+    return Assumptions(
+        estimator=settings.estimator,
+        law="steps start where the replayed walk puts them",
+        prompts=len(trace.prompts),
+        positions=len(trace.ranks),
+        split=split,
+        seed=settings.seed,
+        resamples=settings.resamples,
+        batch=settings.batch,
+        contexts=(int(contexts.min()), int(contexts.max())),
+        measured_contexts=measured,
+        rule=trace.rule,
+        pick="best" if settings.objective == "tokens-per-step" else settings.pick,
+    )
+
+
+def _warnings(found: Assessment, trace: RankTrace, texts: int) -> list[str]:
+    words = []
+    if found.held_out is None:
+        words.append(
+            "One prompt: no interval can be given, and no figure on prompts that did not choose the tree. "
+            "Calibrate on more prompts."
+        )
+    if texts < len(trace.prompts):
+        words.append(f"{len(trace.prompts)} prompts are {texts} distinct texts; a repeated text counts once.")
+    best = found.figures(found.recommended if found.recommended != PLAIN else CHAIN)
+    per_step = None if best is None else best.tokens_per_step
+    if per_step is not None and per_step.interval is not None and found.prompts_to_halve is not None:
+        half = (per_step.interval.high - per_step.interval.low) / 2 / per_step.value
+        if half > _WIDE:
+            words.append(
+                f"The interval of tokens per step is {100 * half:.1f} % to either side; {found.prompts_to_halve} "
+                "scored prompts would halve it."
+            )
+    return words

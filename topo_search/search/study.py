@@ -1,0 +1,324 @@
+"""Optuna, for what has no closed form: the measured race, and caps per depth where steps start where they start.
+
+The exact frontier is the first trial, so a study never ends below it; on the additive objective nothing can beat it.
+A tree is tried once, however many trials propose it, also by several processes that share a storage. With one process
+and a computed objective the same seed gives the same trials, interrupted or not: the sampler is seeded by trial number.
+Processes that work at the same time see each other's pending trees, and their history is not reproducible.
+
+Optuna is imported inside functions: `optimize` without it stays instant.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from topo_search.errors import InputError
+from topo_search.estimates import PathProbabilities
+from topo_search.search.frontier import frontier
+from topo_search.tree import Tree
+
+if TYPE_CHECKING:
+    from optuna.study import Study
+    from optuna.trial import FrozenTrial, Trial
+
+Report = Callable[[int, float], None]  # round, value so far; raises `Hopeless`
+Progress = Callable[[int, int, str], None]
+
+_ASKS_PER_TREE = 25  # proposals of trees already known, in a row, after which the space counts as exhausted
+_PRUNE_AFTER = 5  # finished trials before a trial can be hopeless for being below their median
+_TREE, _TWIN, _WORKER, _ALONGSIDE = "tree", "twin_of", "worker", "alongside"
+
+
+class Hopeless(Exception):
+    """A trial that cannot win any more; an objective lets it pass through."""
+
+
+@runtime_checkable
+class Objective(Protocol):
+    """What a study makes largest: computed by replay and table, or measured by a race."""
+
+    def __call__(self, tree: Tree, report: Report) -> float:
+        """The value of a tree, larger is better; `report` may stop a measurement between its rounds."""
+
+    def ceiling(self, tree: Tree) -> float | None:
+        """What the tree can reach at most, where that is known without trying it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Space:
+    """The trees a study may propose: best ones under caps on depth, on ranks per depth and on size.
+
+    Attributes:
+        estimate: path probabilities to sort by.
+        sizes: numbers of draft nodes allowed, ascending, without 0.
+        depth: the deepest allowed.
+        ranks: ranks a depth may use at most.
+    """
+
+    estimate: PathProbabilities
+    sizes: tuple[int, ...]
+    depth: int
+    ranks: int
+
+    def tree(self, max_depth: int, ranks_per_depth: Sequence[int], num_draft_nodes: int) -> Tree:
+        """The best tree under the caps, cut to the largest allowed size; the empty one where there is none."""
+        family = frontier(
+            self.estimate, num_draft_nodes=num_draft_nodes, max_depth=max_depth, ranks_per_depth=ranks_per_depth
+        )
+        fitting = [size for size in self.sizes if size <= len(family.order)]
+        return family.tree(fitting[-1]) if fitting else Tree(())
+
+    def suggested(self, trial: Trial) -> Tree:
+        """The tree that a trial's parameters stand for."""
+        depth = trial.suggest_int("max_depth", 1, self.depth)
+        ranks = [trial.suggest_int(f"ranks_at_{level}", 1, self.ranks, log=True) for level in self._levels]
+        return self.tree(depth, ranks, trial.suggest_int("num_draft_nodes", self.sizes[0], self.sizes[-1]))
+
+    def parameters(self, tree: Tree) -> dict[str, int]:
+        """Parameters whose caps allow `tree`; they stand for it where it is the best tree under them."""
+        used = [
+            max((path[level - 1] for path in tree.paths if len(path) >= level), default=0) for level in self._levels
+        ]
+        ranks = {f"ranks_at_{level}": rank + 1 for level, rank in zip(self._levels, used, strict=True)}
+        return {"max_depth": max(tree.depth, 1), **ranks, "num_draft_nodes": max(tree.num_draft_nodes, self.sizes[0])}
+
+    @property
+    def _levels(self) -> range:
+        return range(1, self.depth + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySettings:
+    """Where a study lives and how long it runs.
+
+    Attributes:
+        name: of the study in its storage: one question, one name.
+        storage: Optuna storage URL; null keeps the study in memory.
+        trials: distinct trees in all, those of earlier and other processes included.
+        seed: of the sampler.
+    """
+
+    name: str
+    storage: str | None
+    trials: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResult:
+    """What a study found.
+
+    Attributes:
+        tree, value: the best tree tried; the earliest of equals, so the seed unless something beats it.
+        seed_value: of the first seed.
+        tried, pruned: distinct trees finished, and how many of them were given up as hopeless.
+        reproducible: false where several processes worked at the same time.
+    """
+
+    tree: Tree
+    value: float
+    seed_value: float
+    tried: int
+    pruned: int
+    reproducible: bool
+
+
+def run_study(
+    space: Space,
+    objective: Objective,
+    seeds: Sequence[Tree],
+    settings: StudySettings,
+    *,
+    progress: Progress | None = None,
+) -> StudyResult:
+    """Try trees until the study holds `settings.trials` distinct ones, or proposes no new one.
+
+    Args:
+        space: what may be proposed.
+        objective: what to make largest.
+        seeds: tried before anything else; the first is the tree to beat.
+        settings: storage, name, length and seed.
+        progress: called after each tree with trees finished, wanted, and a remark.
+
+    Raises:
+        InputError: the storage cannot be opened, or fewer than one trial is wanted.
+    """
+    if settings.trials < 1:
+        raise InputError(f"A study of {settings.trials} trials is none; give --trials of at least 1.")
+    study = open_study(settings)
+    abandoned = _release_abandoned(study)
+    if not any(trial.user_attrs.get("seed") == 0 for trial in _distinct(study)):
+        for index, tree in enumerate(seeds):
+            _try(study, _enqueued(study, space, tree, seed=index), tree, objective)
+    for tree in abandoned:
+        _try(study, _enqueued(study, space, tree), tree, objective)
+    while (done := len(_distinct(study))) < settings.trials:
+        asked = ask_new_tree(study, space, settings.seed)
+        if asked is None:
+            break
+        _try(study, *asked, objective)
+        if progress:
+            progress(done + 1, settings.trials, f"best {study.best_value:.4g}")
+    return _result(study)
+
+
+def open_study(settings: StudySettings) -> Study:
+    """The study of that name, made where it is missing.
+
+    Raises:
+        InputError: the storage cannot be opened.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    pruner = optuna.pruners.MedianPruner(n_startup_trials=_PRUNE_AFTER, n_warmup_steps=1)
+    try:
+        return optuna.create_study(
+            study_name=settings.name,
+            storage=settings.storage,
+            load_if_exists=True,
+            direction="maximize",
+            pruner=pruner,
+            sampler=_sampler(settings.seed, 0),
+        )
+    except Exception as error:  # noqa: BLE001  (any driver's own error, or a missing driver)
+        raise InputError(
+            f"Cannot open the study's storage {settings.storage}: {str(error).splitlines()[0]}. Give --storage a URL "
+            "such as sqlite:///trees/study.db."
+        ) from None
+
+
+def ask_new_tree(study: Study, space: Space, seed: int) -> tuple[Trial, Tree] | None:
+    """A trial whose tree no other trial has, pending ones included; None where the space seems exhausted.
+
+    A proposal of a known tree is told the known value at once, so that the sampler learns from it.
+    """
+    from optuna.trial import TrialState
+
+    for _ in range(_ASKS_PER_TREE):
+        study.sampler = _sampler(seed, len(study.get_trials(deepcopy=False)))
+        trial = study.ask()
+        tree = space.suggested(trial)
+        _claim(study, trial, tree)
+        twin = _earlier_twin(study, trial, tree)
+        if twin is None and tree.paths:
+            return trial, tree
+        trial.set_user_attr(_TWIN, -1 if twin is None else twin.number)
+        if twin is not None and twin.state == TrialState.COMPLETE:
+            study.tell(trial, twin.value)
+        else:
+            study.tell(trial, state=TrialState.FAIL)
+    return None
+
+
+def _sampler(seed: int, number: int) -> Any:
+    from optuna.samplers import TPESampler
+
+    return TPESampler(seed=(seed * 1_000_003 + number) % 2**32)
+
+
+def _enqueued(study: Study, space: Space, tree: Tree, *, seed: int | None = None) -> Trial:
+    """A trial that stands for the given tree, whatever tree its parameters would give; `seed` numbers the seeds."""
+    study.enqueue_trial(space.parameters(tree))
+    trial = study.ask()
+    space.suggested(trial)  # reads the queued parameters, so that the sampler knows where the seed lies
+    _claim(study, trial, tree)
+    if seed is not None:
+        trial.set_user_attr("seed", seed)
+    return trial
+
+
+def _claim(study: Study, trial: Trial, tree: Tree) -> None:
+    trial.set_user_attr(_TREE, json.dumps(tree.paths))
+    trial.set_user_attr(_WORKER, f"{socket.gethostname()}:{os.getpid()}")
+    mine = trial.user_attrs[_WORKER]
+    running = (other for other in study.get_trials(deepcopy=False) if not other.state.is_finished())
+    trial.set_user_attr(_ALONGSIDE, any(other.user_attrs.get(_WORKER, mine) != mine for other in running))
+
+
+def _earlier_twin(study: Study, trial: Trial, tree: Tree) -> FrozenTrial | None:
+    """The first other trial of the same tree: finished, or pending with a lower number, so one of two goes on."""
+    from optuna.trial import TrialState
+
+    text = json.dumps(tree.paths)
+    for other in study.get_trials(deepcopy=False):
+        if other.number < trial.number and other.user_attrs.get(_TREE) == text and other.state != TrialState.FAIL:
+            return other
+    return None
+
+
+def _try(study: Study, trial: Trial, tree: Tree, objective: Objective) -> None:
+    """Value a tree, or give it up: at once where its ceiling is below the best, or between rounds."""
+    from optuna.trial import TrialState
+
+    def report(step: int, value: float) -> None:
+        trial.report(value, step)
+        if trial.should_prune():
+            raise Hopeless
+
+    best = max((found.value for found in _distinct(study) if found.value is not None), default=None)
+    ceiling = objective.ceiling(tree)
+    if ceiling is not None and best is not None and ceiling <= best and "seed" not in trial.user_attrs:
+        study.tell(trial, state=TrialState.PRUNED)
+        return
+    try:
+        study.tell(trial, objective(tree, report))
+    except Hopeless:
+        study.tell(trial, state=TrialState.PRUNED)
+    except BaseException:
+        study.tell(trial, state=TrialState.FAIL)
+        raise
+
+
+def _distinct(study: Study) -> list[FrozenTrial]:
+    """Finished trials that stand for a tree of their own."""
+    from optuna.trial import TrialState
+
+    finished = (TrialState.COMPLETE, TrialState.PRUNED)
+    return [t for t in study.get_trials(deepcopy=False, states=finished) if _TWIN not in t.user_attrs]
+
+
+def _release_abandoned(study: Study) -> list[Tree]:
+    """Give up pending trials of this machine whose process has ended; returns their trees, to be tried again."""
+    from optuna.trial import TrialState
+
+    trees = []
+    for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
+        host, _, pid = str(trial.user_attrs.get(_WORKER, "")).rpartition(":")
+        if host == socket.gethostname() and not _alive(int(pid)):
+            study.tell(trial.number, state=TrialState.FAIL)
+            if "seed" not in trial.user_attrs:
+                trees.append(Tree.parse(json.loads(trial.user_attrs[_TREE])))
+    return trees
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _result(study: Study) -> StudyResult:
+    found = _distinct(study)
+    complete = [trial for trial in found if trial.value is not None and trial.state.name == "COMPLETE"]
+    best = max(complete, key=lambda trial: (trial.value, -trial.number))
+    seed = next(trial for trial in complete if trial.user_attrs.get("seed") == 0)
+    assert best.value is not None
+    assert seed.value is not None
+    return StudyResult(
+        tree=Tree.parse(json.loads(best.user_attrs[_TREE])),
+        value=best.value,
+        seed_value=seed.value,
+        tried=len(found),
+        pruned=len(found) - len(complete),
+        reproducible=not any(trial.user_attrs.get(_ALONGSIDE) for trial in found),
+    )

@@ -1,0 +1,94 @@
+"""The answer in words: what to use, by how much, how sure, and for what that holds."""
+
+from __future__ import annotations
+
+from topo_search.search.assess import Assessment, Assumptions
+from topo_search.search.intervals import Figure
+from topo_search.search.optimize import PLAIN, TREE
+
+
+def verdict(found: Assessment) -> str:
+    """What to use and why, in a few sentences."""
+    return f"{_what(found)} {scope(found.assumptions)}"
+
+
+def scope(held: Assumptions) -> str:
+    """Batch, context, rule and temperature that the verdict holds for."""
+    words = [f"batch {held.batch}"]
+    if held.contexts is not None:
+        words.append(f"contexts of {held.contexts[0]} to {held.contexts[1]} tokens")
+    if held.measured_contexts is not None:
+        words.append(f"timed at {', '.join(map(str, held.measured_contexts))}")
+    if held.rule is not None:
+        words.append(f"{held.rule.rule} acceptance at temperature {held.rule.temperature:g}")
+    return f"Holds for {', '.join(words)}."
+
+
+def basis(held: Assumptions) -> str:
+    """The assumptions in one line."""
+    prompts = "" if held.prompts is None else f"{held.prompts} prompts, {held.positions} positions, "
+    return (
+        f"Assumes: estimator {held.estimator}; {held.law}; {prompts}{held.split}; pick {held.pick}; "
+        f"seed {held.seed}, {held.resamples} resamples."
+    )
+
+
+def _what(found: Assessment) -> str:
+    result, name = found.result, found.recommended
+    if result.settings.objective == "tokens-per-step":
+        return _asked_for(found)
+    if name == PLAIN and not result[TREE].tree.paths:
+        return (
+            "Recommended: plain decoding; within this budget no width but 1 has a time, so no tree could be tried. "
+            "Raise --budget, or run topo-search measure for more widths."
+        )
+    if name == PLAIN:
+        return f"Recommended: plain decoding{_against(found)}. No tree or chain of these heads earns its cost here."
+    tree = result[name].tree
+    nodes = f"{name}, {tree.num_draft_nodes} draft node{'s' if tree.num_draft_nodes != 1 else ''}"
+    if found.over_plain is None:
+        how = "by its own score" if found.assumptions.prompts is not None else "as the accuracies let expect"
+        return f"Recommended: {nodes}, {result[name].speedup or 0:.2f} times plain decoding {how}."
+    return f"Recommended: {nodes}: {_times(found.over_plain)} plain decoding{_against(found)}."
+
+
+def _asked_for(found: Assessment) -> str:
+    """Tokens per step were asked for, whatever they cost."""
+    best = found.figures(TREE)
+    own = found.result[TREE]
+    honest = None if best is None else best.tokens_per_step
+    how = "by its own score" if found.assumptions.prompts is not None else "as the accuracies let expect"
+    per_step = f"{own.tokens_per_step:.3f} tokens per step {how}" if honest is None else _per_step(honest)
+    words = f"Asked for tokens per step: {TREE}, {per_step}."
+    speed = found.over_plain.value if found.over_plain is not None else own.speedup
+    if speed is None:
+        return f"{words} Width {own.tree.verify_width} has no time, so nothing is said about speed."
+    slower = ", so plain decoding is faster" if speed < 1 else ""
+    return f"{words} By the measured step times it is {speed:.2f} times plain decoding{slower}."
+
+
+def _per_step(figure: Figure) -> str:
+    return f"{figure.value:.3f} tokens per step{_range(figure, 3)}"
+
+
+def _times(figure: Figure) -> str:
+    return f"{figure.value:.2f} times{_range(figure, 2)}"
+
+
+def _range(figure: Figure, digits: int) -> str:
+    if figure.interval is None:
+        return ""
+    return f" (95 % interval {figure.interval.low:.{digits}f} to {figure.interval.high:.{digits}f})"
+
+
+def _against(found: Assessment) -> str:
+    """How sure it is that the runner-up is slower."""
+    if found.over_runner_up is None:
+        return ""
+    name, figure = found.over_runner_up
+    sure = "" if found.sure is None else f", {_percent(found.sure)} sure"
+    return f", {_times(figure)} the {name.removeprefix('best ')}{sure}"
+
+
+def _percent(share: float) -> str:
+    return "over 99 %" if share > 0.99 else f"{100 * share:.0f} %"
