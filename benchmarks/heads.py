@@ -180,7 +180,7 @@ def _trees(trace: RankTrace) -> dict[str, Tree]:
     """The trees that are scored: the dense one that promises most within 64, Medusa's, and the best of each budget."""
     table = PrefixTable.of(trace)
     family = frontier(joint(table), num_draft_nodes=max(BUDGETS) - 1)
-    dense = [Tree.dense(list(vector)) for vector in _dense_vectors(trace.depth, max(BUDGETS))]
+    dense = [Tree.dense(list(vector)) for vector in _dense_vectors(trace.depth, max(BUDGETS), trace.resolved_ranks)]
     promised = replay(trace, dense, table=table).tokens_per_step
     best = dense[int(promised.argmax())]
     trees = {f"dense {_branching(best)}": best}
@@ -189,17 +189,19 @@ def _trees(trace: RankTrace) -> dict[str, Tree]:
     return trees | {f"best {budget}": family.tree(budget - 1) for budget in BUDGETS}
 
 
-def _dense_vectors(depth: int, width: int) -> list[tuple[int, ...]]:
-    """Branching vectors of the trees within the width to which no further child fits."""
+def _dense_vectors(depth: int, width: int, ranks: int) -> list[tuple[int, ...]]:
+    """Branching vectors, of ranks that the trace resolves, to whose last level no further child fits."""
     found: list[tuple[int, ...]] = []
     level: list[tuple[tuple[int, ...], int, int]] = [((), 1, 1)]
     for _ in range(depth):
         level = [
             ((*vector, branches), leaves * branches, total + leaves * branches)
             for vector, leaves, total in level
-            for branches in range(1, (width - total) // leaves + 1)
+            for branches in range(1, min(ranks, (width - total) // leaves) + 1)
         ]
-        found += [vector for vector, leaves, total in level if total + leaves // vector[-1] > width]
+        found += [
+            vector for vector, leaves, total in level if total + leaves // vector[-1] > width or vector[-1] == ranks
+        ]
     return found
 
 
