@@ -44,7 +44,7 @@ def bench(
     allow_mismatch: options.AllowMismatch = False,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Race the contenders on the same prompts, check the text and the predicted counts.
@@ -67,8 +67,9 @@ def bench(
     contenders = _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch)
     encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
     calibration, table = _figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch)
-    # generate runs the model as a transformers user would: without our packed weights.
-    reference = load_model(target, **settings, pack=False) if model.packed else model
+    # generate runs the model as a transformers user would: without our packed weights and our attention.
+    theirs = settings | {"attention": "sdpa" if attention == "auto" else attention}
+    reference = load_model(target, **theirs, pack=False) if model.packed else model
     course = Course(
         target=model,
         reference=reference,

@@ -35,7 +35,7 @@ def calibrate(
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not time the step afterwards.")] = False,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Let the target answer prompts and record where its tokens rank in the heads' lists.

@@ -30,7 +30,7 @@ def distill(
     seed: options.Seed = 0,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Let the target answer prompts, its own or yours, into a store that `topo-search train` reads.

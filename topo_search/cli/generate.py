@@ -37,7 +37,7 @@ def generate(
     allow_mismatch: options.AllowMismatch = False,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Decode one prompt, or chat; the text is that of plain decoding, greedy or drawn with the same seed.

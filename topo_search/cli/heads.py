@@ -33,7 +33,7 @@ def heads(
 
     if (to is None) != (out is None):
         raise InputError("--to and --out belong together: a layout and the folder to write it to.")
-    model = load_model(target, dtype=dtype, device="cpu", attention="sdpa", tokenizer=None, pack=False)
+    model = load_model(target, dtype=dtype, device="cpu", attention="auto", tokenizer=None, pack=False)
 
     from topo_search.heads.checkpoints import describe, export_heads, read_checkpoint
     from topo_search.report.tables import heads_table

@@ -29,7 +29,7 @@ def measure(
     out: Annotated[Path | None, typer.Option(help="Latency file, or folder.")] = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Time the decoder's step at every verify width and several contexts.

@@ -76,7 +76,7 @@ def medusa_2(
     work: training_options.Work = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Train Medusa heads and the target together (Medusa-2, arXiv 2401.10774, section 2.2.2) into a new target.

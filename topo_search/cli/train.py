@@ -51,7 +51,7 @@ def medusa(
     work: training_options.Work = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Train Medusa heads (Medusa-1, arXiv 2401.10774): blind to the path, cheapest to draft with.
@@ -99,7 +99,7 @@ def hydra(
     work: training_options.Work = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Train Hydra heads (arXiv 2402.05109): each sees the drafted tokens before it.
@@ -140,7 +140,7 @@ def hydra_plus_plus(
     work: training_options.Work = None,
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
-    attention: options.Attention = "sdpa",
+    attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
 ) -> None:
     """Train Hydra++ heads (arXiv 2402.05109, section 4): deeper, distilled, with attention over the committed tokens.
