@@ -15,7 +15,7 @@ from torch import nn
 from topo_search.training.heads import Recipe, train_heads
 
 FAMILIES = ("medusa", "hydra++")
-RECIPE = Recipe(batch_texts=4, learning_rate=1e-2, sampled_tokens=20, distill=0.5)
+RECIPE = Recipe(batch_texts=4, learning_rate=1e-3, sampled_tokens=20, distill=0.5)
 
 
 def trained(family: str, checkpoint: Path, accelerator: Any = None) -> nn.Module:

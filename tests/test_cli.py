@@ -131,7 +131,7 @@ def test_optimize_asks_optuna(run: Run, calibrated: list[object], tmp_path: Path
     code, out, _ = run(*asked)
     assert json.loads(out)["study"] == first["study"]
     assert json.loads(out)["paths"] == first["paths"]
-    race = ["--objective", "race", "--prompts", "mine.jsonl", "--num-prompts", 2, "--max-new-tokens", 6]
+    race = ["--objective", "race", "--prompts", "mine.jsonl", "--max-new-tokens", 6]
     code, out, err = run(*asked, *race, "--repeats", 1, *calibrated)
     assert code == 0, err
     study = json.loads(out)["study"]

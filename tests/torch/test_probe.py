@@ -171,7 +171,9 @@ def test_a_decoder_is_not_built_when_the_probe_fails(monkeypatch: pytest.MonkeyP
 def test_flash_attention_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """FIELD-CASES 7: it takes no 4-D mask; never a silent ignore."""
     monkeypatch.setattr("topo_search.target.load._load_model", must_not_run)
-    with pytest.raises(InputError, match="'flash_attention_2' takes no 4-D tree mask; choose one of sdpa, eager"):
+    with pytest.raises(
+        InputError, match="'flash_attention_2' takes no 4-D tree mask; choose one of auto, grouped, sdpa, eager"
+    ):
         load_target("demo", attention="flash_attention_2")
 
 

@@ -44,7 +44,7 @@ def test_two_processes_end_in_the_weights_of_one(family: str, together: Path, tm
     found = load_file(together / f"{family}.safetensors")
     assert alone.keys() == found.keys()
     for name, weight in alone.items():
-        assert torch.allclose(weight, found[name], rtol=1e-3, atol=2e-5), name
+        assert torch.allclose(weight, found[name], rtol=1e-3, atol=5e-5), name
     theirs, ours = (torch.load(path, weights_only=True) for path in (together / f"{family}.pt", tmp_path / "alone.pt"))
     assert theirs["settings"] == ours["settings"]  # what two processes began, one continues
     assert theirs["blocks"].keys() == ours["blocks"].keys()

@@ -44,7 +44,7 @@ def test_a_folder_loads_as_a_target(folder: Path) -> None:
     assert target.eos_token_ids == (1,)
     assert target.position_limit == 128
     assert (target.window, target.mixes_layer_types, target.note) == (None, False, None)
-    assert (target.attention, target.dtype, target.hidden_size) == ("sdpa", torch.float32, 64)
+    assert (target.attention, target.dtype, target.hidden_size) == ("grouped", torch.float32, 64)
     assert target.encode_chat([{"role": "user", "content": "w1"}]) == [2, 6, 4]
 
 

@@ -87,6 +87,8 @@ def _against(found: Assessment) -> str:
         return ""
     name, figure = found.over_runner_up
     sure = "" if found.sure is None else f", {_percent(found.sure)} sure"
+    if name == PLAIN:  # how far ahead of plain decoding has been said
+        return sure
     return f", {_times(figure)} the {name.removeprefix('best ')}{sure}"
 
 
