@@ -81,8 +81,13 @@ def rows_of(path: Path, sizes: Sequence[int], splits: int) -> list[dict[str, Any
 
 
 def half_of_prompts(trace: RankTrace, seed: int) -> np.ndarray:
-    """Which prompts choose: half of every workload, repetitions of one text on one side."""
-    chosen: np.ndarray = fold_of_prompts(trace.prompts, 2, seed) == 0
+    """Which prompts choose: half of them at random, repetitions of one text on one side.
+
+    Workloads are not balanced: prompts still to come are not either, and that is what the interval is for.
+    """
+    units = text_units(trace.prompts)
+    count = int(units.max(initial=-1)) + 1
+    chosen: np.ndarray = np.isin(units, np.random.default_rng(seed).permutation(count)[: count // 2])
     return chosen
 
 
