@@ -4,7 +4,7 @@ set -eu
 ts=$1
 say() { printf '\n== %s\n' "$*"; }
 
-say "topo-search demo: SmolLM2-135M-Instruct with four Medusa heads on this machine, about 5 minutes after set-up."
+say "topo-search demo: SmolLM2-135M-Instruct with five Medusa heads on this machine, about 5 minutes after set-up."
 echo "   Smaller than the defaults: 24 prompts of 64 tokens, edge widths, two contexts, a race over 4 prompts."
 
 say "1/4 Profile the draft heads (about 1 minute; the first run converts the model, 40 s more)"

@@ -260,7 +260,7 @@ def test_pieces_never_show_half_a_character() -> None:
 
 def test_the_closing_line_has_steps_and_speed() -> None:
     line = summary(DecodeStats.of([2, 0, 1]), 7, 2.0)
-    assert "7 tokens in 3 steps after the first: 2.00 tokens per step" in line
+    assert "7 tokens, the first by the prompt's own pass, the others in 3 steps: 2.00 tokens per step" in line
     assert "3.0 tokens/s" in line
     assert "tokens/s" not in summary(DecodeStats.of([]), 1, 0.0)
 

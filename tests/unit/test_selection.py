@@ -188,7 +188,7 @@ def test_batch_is_read_from_the_table(drawn: RankTrace) -> None:
     assert eight.recommended == PLAIN
     assert eight.result[PLAIN].tokens_per_s == pytest.approx(800)
     assert eight.assumptions.batch == 8
-    with pytest.raises(InputError, match=r"no time at batch 4, only at 1, 8.*topo-search measure"):
+    with pytest.raises(InputError, match=r"no time at batch 4, only at 1, 8.*give --batch one of these"):
         assess(drawn, latency, settings(budget=4, batch=4))
 
 

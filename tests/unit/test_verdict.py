@@ -33,7 +33,7 @@ def answer(latency: LatencyTable | None, trace: RankTrace = TRACE, **changes: An
         (CHEAP, {}, ["Recommended: best tree", "times (95 % interval", "plain decoding", "the chain", "% sure"]),
         (DEAR, {}, ["Recommended: plain decoding", "earns its cost"]),
         (CHEAP, {"budget": 1}, ["no tree could be tried", "--budget", "topo-search measure"]),
-        (latency_table({1: 10.0}), {}, ["no width but 1 has a time", "topo-search measure"]),
+        (latency_table({1: 10.0}), {}, ["no other width within the budget has a time", "topo-search measure"]),
         (None, {"objective": "tokens-per-step"}, ["Asked for tokens per step", "Width 9 has no time"]),
         (DEAR, {"objective": "tokens-per-step"}, ["Asked for tokens per step", "so plain decoding is faster"]),
     ],

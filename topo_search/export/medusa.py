@@ -39,7 +39,7 @@ def check_medusa(tree: Tree) -> None:
         if path[-1] >= RANKS_PER_HEAD:
             raise InputError(
                 f"Node {list(path)} has rank {path[-1]}; Medusa ranks {RANKS_PER_HEAD} candidates per head, 0 to "
-                f"{RANKS_PER_HEAD - 1}. Optimize with a smaller --budget, or export --to masks."
+                f"{RANKS_PER_HEAD - 1}. Optimize with --max-rank {RANKS_PER_HEAD - 1}, or export --to masks."
             )
 
 

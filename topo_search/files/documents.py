@@ -166,7 +166,7 @@ def _explained(detail: ErrorDetails) -> str:
 
 
 def _no_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON number; write null")
+    raise ValueError(f"{name} is no JSON number; write null where a figure is unknown")
 
 
 def _finite_float(text: str) -> float:

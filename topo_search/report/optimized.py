@@ -18,7 +18,7 @@ def comparison_table(found: Assessment) -> Table:
     """Plain decoding, best chain and best tree side by side, with 95 % intervals below each figure."""
     table = Table(
         title="On prompts that did not choose the tree (below: 95 % interval)",
-        caption="own score: on the prompts that chose it, too high; all positions: as if steps started everywhere",
+        caption="own score: on the prompts that chose it, often too high; all positions: steps start everywhere",
         show_lines=True,
     )
     table.add_column("", no_wrap=True)

@@ -53,6 +53,7 @@ def summary(stats: DecodeStats, tokens: int, seconds: float) -> str:
     """Tokens per step and speed of one answer, the first token aside."""
     rate = f", {(tokens - 1) / seconds:.1f} tokens/s" if tokens > 1 and seconds > 0 else ""
     return (
-        f"{tokens} tokens in {stats.steps} steps after the first: {stats.tokens_per_step:.2f} tokens per step "
-        f"({stats.accepted_per_step:.2f} accepted drafts){rate}; steps by accepted drafts: {list(stats.histogram)}"
+        f"{tokens} tokens, the first by the prompt's own pass, the others in {stats.steps} steps: "
+        f"{stats.tokens_per_step:.2f} tokens per step ({stats.accepted_per_step:.2f} accepted drafts){rate}; "
+        f"steps that accepted 0, 1, 2, ... drafts: {list(stats.histogram)}"
     )

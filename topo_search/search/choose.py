@@ -140,14 +140,14 @@ def allowed_widths(judge: Judge, settings: Settings) -> set[int]:
         return widths
     if judge.latency is None:
         raise InputError(
-            "No latency table: run topo-search measure on the device that will serve, or pass "
+            "No latency table: run topo-search measure on the device that will serve and pass --latency FILE, or pass "
             "--objective tokens-per-step, which needs none."
         )
     batches = sorted({batch for batch, _, _ in judge.latency.verify})
     if settings.batch not in batches:
         raise InputError(
-            f"The latency table has no time at batch {settings.batch}, only at {', '.join(map(str, batches))}; run "
-            "topo-search measure at that batch."
+            f"The latency table has no time at batch {settings.batch}, only at {', '.join(map(str, batches))}; give "
+            "--batch one of these, or a table that was timed at yours."
         )
     widths &= set(judge.times.verify_ms)
     if 1 not in widths:

@@ -39,8 +39,8 @@ def _what(found: Assessment) -> str:
         return _asked_for(found)
     if name == PLAIN and not result[TREE].tree.paths:
         return (
-            "Recommended: plain decoding; within this budget no width but 1 has a time, so no tree could be tried. "
-            "Raise --budget, or run topo-search measure for more widths."
+            "Recommended: plain decoding; no tree could be tried: no other width within the budget has a time, or "
+            "no draft any probability. Raise --budget, or run topo-search measure for more widths."
         )
     if name == PLAIN:
         return f"Recommended: plain decoding{_against(found)}. No tree or chain of these heads earns its cost here."
