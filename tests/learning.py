@@ -67,8 +67,8 @@ def corpus(epochs: int = 1) -> Corpus:
 
 def fresh(family: str, *, own_projection: bool = False, moved: bool = False) -> nn.Module:
     """Untrained heads of a family; `moved` away from their starting point, so that every part counts."""
+    target = learner()  # first, since making it draws too, and it is made once a process
     torch.manual_seed(5)
-    target = learner()
     if family == "medusa":
         blocks: nn.Module = untrained_blocks(target, num_heads=HEADS, num_layers=2, share_projection=not own_projection)
     else:
