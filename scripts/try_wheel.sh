@@ -15,7 +15,7 @@ from topo_search.resources import packaged
 result = json.loads(pathlib.Path("result.json").read_text())
 assert result["recommended"] in {"plain", "best chain", "best tree"}, result
 assert len(packaged_prompts(workload=None, split="all")) >= 240
-for name in ("heads/demo-medusa/medusa_lm_head.safetensors", "trees/reference/medusa-63.tree.json"):
+for name in ("heads/demo-medusa/heads.safetensors", "trees/reference/medusa-63.tree.json"):
     assert "_data" in packaged(name).parts, packaged(name)
 END
 "$bin/topo-search" show trees/best-tree.tree.json >/dev/null
