@@ -6,7 +6,8 @@ hidden state that chose each token is kept, so neither profiling nor training ru
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from topo_search.decode.cache import SlotCache
-from topo_search.decode.sampling import choose as choose_tokens
-from topo_search.identity import GREEDY, RuleIdentity
+from topo_search.decode.sampling import choose
+from topo_search.identity import GREEDY, MAX_SEED, RuleIdentity
 from topo_search.target.adapter import Target
-
-Choose = Callable[[Float[Tensor, "batch hidden"]], Int[Tensor, " batch"]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +39,16 @@ class Answer:
     prompt_states: Float[Tensor, "prompt hidden"] | None = None
 
 
+def digest_of(tokens: object) -> str:
+    """Hash of token ids, or of a list of such, as artefacts and file names hold it."""
+    return hashlib.sha256(repr(tokens).encode()).hexdigest()[:16]
+
+
+def request_of(tokens: Sequence[int]) -> int:
+    """Number of a prompt's sequence for sampling: it follows from the tokens, so it is the same in every set."""
+    return int(digest_of(tuple(tokens)), 16) % MAX_SEED
+
+
 def batches_by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     """Indices grouped by similar length, so that little padding is computed; longest first, so memory fails early."""
     order = sorted(range(len(lengths)), key=lambda index: (-lengths[index], index))
@@ -53,7 +62,6 @@ def answer_batch(
     max_new_tokens: int,
     rule: RuleIdentity = GREEDY,
     requests: Sequence[int] | None = None,
-    choose: Choose | None = None,
     keep_prompt_states: bool = False,
 ) -> list[Answer]:
     """Answers of one batch of prompts, in their order.
@@ -64,7 +72,6 @@ def answer_batch(
         max_new_tokens: cap of each answer, at least 1.
         rule: greedy, or sampling; the answers are those of plain decoding under the same rule and request.
         requests: number of each prompt's sequence; its index by default.
-        choose: next token ids from hidden states, in the place of the rule.
         keep_prompt_states: whether answers carry the states of their prompts too, for heads that read them.
 
     Raises:
@@ -79,7 +86,7 @@ def answer_batch(
             batch.keep_prompt_states(prefilled, prompts)
         hidden = prefilled[:, -1]
         for step in range(max_new_tokens):
-            chosen = choose(hidden) if choose else batch.choose(hidden, rule)
+            chosen = batch.choose(hidden, rule)
             batch.append(chosen, hidden)
             is_last = step + 1 == max_new_tokens
             ended = torch.isin(chosen, ends)
@@ -152,7 +159,7 @@ class _Batch:
     def choose(self, hidden: Float[Tensor, "batch hidden"], rule: RuleIdentity) -> Int[Tensor, " batch"]:
         """The rule's next token of every row."""
         scores = self.target.logits(hidden)
-        return choose_tokens(scores, rule, positions=self.positions, requests=self.requests)
+        return choose(scores, rule, positions=self.positions, requests=self.requests)
 
     def keep_prompt_states(self, hidden: Float[Tensor, "batch width hidden"], prompts: Sequence[Sequence[int]]) -> None:
         """Remember the states of every prompt's tokens before its last, padding excluded."""

@@ -7,7 +7,6 @@ extended by the prompts it lacks.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,14 +17,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from topo_search.answers import Answer, answer_batch, batches_by_length
+from topo_search.answers import Answer, answer_batch, batches_by_length, digest_of, request_of
 from topo_search.decode.sampling import candidate_noise
 from topo_search.errors import InputError, MismatchError
 from topo_search.files.prompts import Prompt
 from topo_search.files.trace_file import read_trace, write_trace
 from topo_search.heads.base import DraftHeads, ids_of
 from topo_search.heads.projection import with_noise
-from topo_search.identity import GREEDY, MAX_SEED, RuleIdentity
+from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.ranking import top_tokens
 from topo_search.target.adapter import Target
 from topo_search.trace import PAST_END, RankTrace, TracePrompt, merge_traces
@@ -47,12 +46,12 @@ class EncodedPrompt:
     @property
     def digest(self) -> str:
         """Hash of the token ids."""
-        return hashlib.sha256(repr(self.tokens).encode()).hexdigest()[:16]
+        return digest_of(self.tokens)
 
     @property
     def request(self) -> int:
-        """Number of its sequence for sampling: it follows from the tokens, so it is the same in every set and order."""
-        return int(self.digest, 16) % MAX_SEED
+        """Number of its sequence for sampling."""
+        return request_of(self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

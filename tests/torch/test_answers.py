@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from models import NEW_TOKENS, PROMPTS, plain_text, target_of
-from torch import Tensor
 
 from topo_search.answers import answer_batch, batches_by_length
 from topo_search.compare import teacher_forced
@@ -59,17 +58,6 @@ def test_the_cap_is_exact_and_an_end_on_the_cap_is_an_end() -> None:
     for cap, end in ((1, "cap"), (4, "cap"), (5, "eos"), (6, "eos")):
         answer = answer_batch(target, [PROMPTS[0]], max_new_tokens=cap)[0]
         assert (answer.tokens, answer.end) == (free[: min(cap, 5)], end)
-
-
-def test_another_choice_writes_another_text() -> None:
-    target = target_of("llama")
-
-    def second_best(hidden: Tensor) -> Tensor:
-        return target.scores(hidden).topk(2).indices[:, 1]
-
-    answers = answer_batch(target, PROMPTS, max_new_tokens=5, choose=second_best)
-    for answer in answers:
-        assert tuple(second_best(answer.states).tolist()) == answer.tokens
 
 
 def test_batches_hold_prompts_of_like_length_longest_first() -> None:

@@ -16,11 +16,11 @@ from models import PROMPTS, VOCAB, target_of
 
 from topo_search.answers import Answer, answer_batch
 from topo_search.errors import InputError
+from topo_search.identity import GREEDY, RuleIdentity, sampling_rule
 from topo_search.target import Target
 from topo_search.training import text as text_module
 from topo_search.training.text import (
     MANIFEST,
-    Sampling,
     TrainingText,
     answer_positions,
     invent_prompts,
@@ -35,7 +35,7 @@ from topo_search.training.text import (
 )
 
 OPENINGS = ["w1 w2", "w3", "w4 w5 w6"]
-WARM = Sampling(temperature=0.9)
+WARM = sampling_rule(temperature=0.9)
 
 
 def talker() -> Target:
@@ -85,12 +85,12 @@ def test_answers_are_stored_as_written(tmp_path: Path) -> None:
     assert store_target(tmp_path) == talker().identity.fingerprint
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), WARM])
+@pytest.mark.parametrize("rule", [GREEDY, WARM])
 def test_an_interrupted_store_continues_with_the_first_missing_shard(
-    sampling: Sampling, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rule: RuleIdentity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The continued store is the undisturbed one, sampled text included."""
-    whole = write(tmp_path / "whole", batch_size=1, sampling=sampling)
+    whole = write(tmp_path / "whole", batch_size=1, rule=rule)
 
     def kill(done: int, total: int) -> None:
         assert total == len(PROMPTS)
@@ -98,9 +98,9 @@ def test_an_interrupted_store_continues_with_the_first_missing_shard(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write(tmp_path / "killed", batch_size=1, sampling=sampling, progress=kill)
+        write(tmp_path / "killed", batch_size=1, rule=rule, progress=kill)
     batches = spied_batches(monkeypatch)
-    assert write(tmp_path / "killed", batch_size=1, sampling=sampling).digest == whole.digest
+    assert write(tmp_path / "killed", batch_size=1, rule=rule).digest == whole.digest
     assert batches == [1, 1]
 
 
@@ -116,20 +116,19 @@ def test_a_shard_that_the_manifest_does_not_list_yet_is_not_written_again(
     assert batches == []
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), WARM])
-def test_more_prompts_are_added_and_none_is_answered_twice(sampling: Sampling, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rule", [GREEDY, WARM])
+def test_more_prompts_are_added_and_none_is_answered_twice(rule: RuleIdentity, tmp_path: Path) -> None:
     """Else one prompt's text would be trained on and held out."""
-    first = by_prompt(write(tmp_path, PROMPTS[:3], batch_size=2, sampling=sampling))
-    text = write(tmp_path, [*PROMPTS, PROMPTS[0]], batch_size=2, sampling=sampling)
+    first = by_prompt(write(tmp_path, PROMPTS[:3], batch_size=2, rule=rule))
+    text = write(tmp_path, [*PROMPTS, PROMPTS[0]], batch_size=2, rule=rule)
     assert len(text.prompt_lengths) == len(PROMPTS)
     assert set(by_prompt(text)) == set(PROMPTS)
     assert first.items() <= by_prompt(text).items()
 
 
 def test_sampled_text_follows_from_its_seed(tmp_path: Path) -> None:
-    texts = {
-        name: write(tmp_path / name, sampling=WARM, seed=seed).digest for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    }
+    seeds = {"a": 0, "b": 0, "c": 1}
+    texts = {name: write(tmp_path / name, rule=replace(WARM, seed=seed)).digest for name, seed in seeds.items()}
     assert texts["a"] == texts["b"] != texts["c"]
     assert write(tmp_path / "greedy").digest not in texts.values()
 
@@ -137,12 +136,12 @@ def test_sampled_text_follows_from_its_seed(tmp_path: Path) -> None:
 def test_sampled_tokens_are_among_the_allowed(tmp_path: Path) -> None:
     """top_k = 1 is greedy at any temperature, and so is a top_p that the first token fills."""
     greedy = write(tmp_path / "greedy").digest
-    assert write(tmp_path / "k", sampling=Sampling(temperature=2.0, top_k=1)).digest == greedy
-    assert write(tmp_path / "p", sampling=Sampling(temperature=2.0, top_p=1e-9)).digest == greedy
+    assert write(tmp_path / "k", rule=sampling_rule(temperature=2.0, top_k=1)).digest == greedy
+    assert write(tmp_path / "p", rule=sampling_rule(temperature=2.0, top_p=1e-9)).digest == greedy
 
 
 @pytest.mark.parametrize(
-    "changes", [{"seed": 1}, {"max_new_tokens": 9}, {"sampling": WARM}, {"sampling": replace(WARM, top_k=3)}]
+    "changes", [{"seed": 1}, {"max_new_tokens": 9}, {"rule": WARM}, {"rule": replace(WARM, top_k=3)}]
 )
 def test_a_store_belongs_to_one_run(changes: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path)

@@ -194,7 +194,7 @@ def test_bad_settings_are_named(run: Run, text: Path, tmp_path: Path, monkeypatc
     (tmp_path / "file").write_text("")
     _refused(run("train", "hydra", *target, "--out", tmp_path / "file"), "file is a file; give a folder")
     _refused(run("train", "hydra", "--target", "target", "--text", tmp_path, "--out", tmp_path), "is no text store")
-    _refused(run("distill", "--target", "target", "--out", tmp_path, "--top-p", 0), "--top-p is 0")
+    _refused(run("distill", "--target", "target", "--out", tmp_path, "--top-p", 0), "top_p is 0")
     _refused(
         run("train", "medusa", *target, "--out", tmp_path, "--learning-rate", 1e30, *SHORT), "lower --learning-rate"
     )

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from topo_search.cli import options
-from topo_search.errors import InputError
+from topo_search.identity import GREEDY, RuleIdentity
 
 if TYPE_CHECKING:
     from topo_search.target import Target
-    from topo_search.training.text import Sampling, TrainingText
+    from topo_search.training.text import TrainingText
 
 
 def distill(
@@ -23,9 +23,10 @@ def distill(
         int, typer.Option(min=1, help="Prompts the target invents, where --prompts names none.")
     ] = options.DEFAULT_TRAINING_PROMPTS,
     max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy, as most heads are served.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=1, help="With a temperature: draw among this many tokens.")] = 128,
-    top_p: Annotated[float, typer.Option(help="With a temperature: draw among this much probability.")] = 0.95,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: options.MinP = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 64,
     seed: options.Seed = 0,
     dtype: options.Dtype = "float32",
@@ -39,13 +40,10 @@ def distill(
 
     Example: topo-search distill --target demo --num-prompts 2000 --out text
     """
-    from topo_search.cli.inputs import load_model
+    from topo_search.cli.inputs import chosen_rule, load_model
     from topo_search.report.console import note
-    from topo_search.training.text import Sampling
 
-    if not 0.0 < top_p <= 1.0:
-        raise InputError(f"--top-p is {top_p}; it must lie above 0 and not above 1.")
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    rule = chosen_rule(temperature, top_k, top_p, min_p, 0.0, seed)
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
     text = write_text_store(
         model,
@@ -53,7 +51,7 @@ def distill(
         prompts,
         num_prompts=num_prompts,
         max_new_tokens=max_new_tokens,
-        sampling=sampling,
+        rule=rule,
         batch_size=batch_size,
         seed=seed,
     )
@@ -68,7 +66,7 @@ def write_text_store(
     *,
     num_prompts: int,
     max_new_tokens: int,
-    sampling: Sampling | None = None,
+    rule: RuleIdentity = GREEDY,
     batch_size: int = 64,
     seed: int = 0,
 ) -> TrainingText:
@@ -78,7 +76,7 @@ def write_text_store(
     from topo_search.report.console import progress
     from topo_search.training.text import invent_prompts, open_store, packaged_openings, user_turns, write_answers
 
-    open_store(model, store, max_new_tokens=max_new_tokens, seed=seed, sampling=sampling)
+    open_store(model, store, max_new_tokens=max_new_tokens, seed=seed, rule=rule)
     if prompts is None:
         with progress("Inventing prompts") as advance:
             turns = invent_prompts(
@@ -95,7 +93,7 @@ def write_text_store(
             max_new_tokens=max_new_tokens,
             store=store,
             seed=seed,
-            sampling=sampling,
+            rule=rule,
             batch_size=batch_size,
             progress=advance,
         )

@@ -10,20 +10,21 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from topo_search.answers import Answer, Choose, answer_batch
+from topo_search.answers import Answer, answer_batch, digest_of, request_of
 from topo_search.errors import InputError
 from topo_search.files.atomic import write_bytes, write_text
 from topo_search.files.prompts import Prompt
+from topo_search.identity import GREEDY, RuleIdentity, recorded, sampling_rule
 from topo_search.resources import packaged
 from topo_search.target.adapter import Target
 
@@ -31,18 +32,6 @@ Progress = Callable[[int, int], None]  # done, total
 
 MANIFEST = "manifest.json"
 _TURN_TOKENS = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """How text is drawn: temperature 0 is greedy."""
-
-    temperature: float = 0.0
-    top_k: int = 128
-    top_p: float = 0.95
-
-
-_INVENTING = Sampling(temperature=0.9)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,8 +157,8 @@ def invent_prompts(
         shard = store / f"prompts-{number:05d}.json"
         if not shard.exists():
             picked = [openings[(number * batch_size + i) % len(openings)] for i in range(batch_size)]
-            sampler = torch.Generator(device=target.device).manual_seed(_mixed(seed, number))
-            write_text(shard, json.dumps(_continue_turns(target, picked, sampler), ensure_ascii=False))
+            requests = range(number * batch_size, (number + 1) * batch_size)
+            write_text(shard, json.dumps(_continue_turns(target, picked, seed, requests), ensure_ascii=False))
         known, turns = turns, list(dict.fromkeys(turns + _read_turns(shard)))
         if len(turns) == len(known):
             raise InputError(f"The target invents only {len(turns)} distinct prompts of {count}; ask for fewer.")
@@ -179,19 +168,17 @@ def invent_prompts(
     return turns[:count]
 
 
-def open_store(
-    target: Target, store: Path, *, max_new_tokens: int, seed: int = 0, sampling: Sampling | None = None
-) -> None:
+def open_store(target: Target, store: Path, *, max_new_tokens: int, seed: int = 0, rule: RuleIdentity = GREEDY) -> None:
     """Bind `store` to how its text is written, before anything is written.
 
     Raises:
-        InputError: the store holds text of another target, cap, seed or sampling.
+        InputError: the store holds text of another target, cap, seed or rule.
     """
     settings = {
         "target": target.identity.fingerprint,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
-        "sampling": asdict(sampling or Sampling()),
+        "rule": recorded(rule),
     }
     if not (store / MANIFEST).exists():
         _write_manifest(store, settings, [])
@@ -209,7 +196,7 @@ def write_answers(
     max_new_tokens: int,
     store: Path,
     seed: int = 0,
-    sampling: Sampling | None = None,
+    rule: RuleIdentity = GREEDY,
     batch_size: int = 64,
     progress: Progress | None = None,
 ) -> TrainingText:
@@ -218,9 +205,9 @@ def write_answers(
     A prompt is answered once, however often it is given: the same text must not be trained on and held out.
 
     Raises:
-        InputError: the store holds text of another target, cap, seed or sampling, or cannot be written.
+        InputError: the store holds text of another target, cap, seed or rule, or cannot be written.
     """
-    open_store(target, store, max_new_tokens=max_new_tokens, seed=seed, sampling=sampling)
+    open_store(target, store, max_new_tokens=max_new_tokens, seed=seed, rule=rule)
     manifest = _read_manifest(store)
     shards = [str(name) for name in manifest["shards"] if (store / Path(str(name)).name).exists()]
     wanted = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
@@ -228,15 +215,10 @@ def write_answers(
     missing = [prompt for prompt in wanted if prompt not in answered]
     for start in range(0, len(missing), batch_size):
         batch = missing[start : start + batch_size]
-        digest = _digest(batch)
-        shard = f"text-{digest}.safetensors"
+        shard = f"text-{digest_of(batch)}.safetensors"  # by its prompts, so that others never meet old answers
         if not (store / shard).exists():
-            choose = None
-            if sampling is not None and sampling.temperature > 0:
-                # Drawn from the prompts themselves: a continued run draws what an undisturbed one draws.
-                sampler = torch.Generator(device=target.device).manual_seed(_mixed(seed, int(digest, 16)))
-                choose = _sampler(target, sampling, sampler)
-            answers = answer_batch(target, batch, max_new_tokens=max_new_tokens, choose=choose)
+            requests = [request_of(prompt) for prompt in batch]
+            answers = answer_batch(target, batch, max_new_tokens=max_new_tokens, rule=rule, requests=requests)
             write_bytes(store / shard, _shard(batch, answers))
         shards.append(shard)
         _write_manifest(store, manifest["settings"], shards)
@@ -309,38 +291,18 @@ def _read_turns(shard: Path) -> list[str]:
         raise InputError(f"{shard} is damaged ({error}); delete it and run topo-search distill again.") from None
 
 
-def _continue_turns(target: Target, openings: Sequence[str], sampler: torch.Generator) -> list[str]:
+def _continue_turns(target: Target, openings: Sequence[str], seed: int, requests: Sequence[int]) -> list[str]:
+    rule = sampling_rule(temperature=0.9, top_k=128, top_p=0.95, seed=seed)
     prompts = [target.tokenizer(_turn_start(target, o), add_special_tokens=False).input_ids for o in openings]
-    choose = _sampler(target, _INVENTING, sampler)
-    answers = answer_batch(target, prompts, max_new_tokens=_TURN_TOKENS, choose=choose)
+    answers = answer_batch(target, prompts, max_new_tokens=_TURN_TOKENS, rule=rule, requests=requests)
     written = [target.tokenizer.decode(answer.tokens, skip_special_tokens=True) for answer in answers]
     return [(opening + text).strip() for opening, text in zip(openings, written, strict=True)]
-
-
-def _sampler(target: Target, sampling: Sampling, generator: torch.Generator) -> Choose:
-    def sample(hidden: Float[Tensor, "batch hidden"]) -> Int[Tensor, " batch"]:
-        count = min(sampling.top_k, target.known_ids)
-        scores, ids = torch.topk(target.scores(hidden) / sampling.temperature, count, dim=-1)
-        probs = torch.softmax(scores, dim=-1)
-        probs = probs.masked_fill(probs.cumsum(dim=-1) - probs > sampling.top_p, 0.0)
-        return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]
-
-    return sample
 
 
 def _turn_start(target: Target, opening: str) -> str:
     """The chat template up to and including the opening of the user's turn."""
     text: str = target.tokenizer.apply_chat_template([{"role": "user", "content": opening}], tokenize=False)
     return text[: text.rindex(opening) + len(opening)]
-
-
-def _mixed(seed: int, number: int) -> int:
-    return (seed * 1_000_003 + number) % (1 << 62)
-
-
-def _digest(batch: Sequence[Sequence[int]]) -> str:
-    """Names a shard by its prompts, so that other prompts in the same store never meet old answers."""
-    return hashlib.sha256(repr([tuple(prompt) for prompt in batch]).encode()).hexdigest()[:16]
 
 
 def _shard(prompts: Sequence[Sequence[int]], answers: Sequence[Answer]) -> bytes:
