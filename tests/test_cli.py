@@ -161,7 +161,7 @@ def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[o
     _refused(run("optimize", "--accuracies", "a.json", "--strategy", "optuna"), "--accuracies")
     _refused(run("optimize", "--folds", 1), "folds", "at least 2")
     _refused(run("optimize", "--max-depth", 0), "max depth")
-    _refused(run("optimize", "--batch", 2, "--budget", 4), "batch 2", "topo-search measure")
+    _refused(run("optimize", "--batch", 2, "--budget", 4), "batch 2", "--batch one of these")
     _refused(run("optimize", "--strategy", "optuna", "--trials", 0, "--budget", 4), "--trials")
     storage = ["--strategy", "optuna", "--storage", "nonsense://x", "--budget", 4]
     _refused(run("optimize", *storage), "nonsense", "sqlite:///")
