@@ -8,6 +8,8 @@ must be equal, and replay must give every step's accepted length.
 Every stage keeps its result beside the output, so a killed run continues:
 
     python benchmarks/heads.py --heads demo-medusa --heads demo-hydra --heads demo-hydra++
+
+With `--tokens-only` no step is timed and nothing is decoded: tokens per step alone, for comparing ways to train heads.
 """
 
 from __future__ import annotations
@@ -60,14 +62,14 @@ BATCH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """Heads with everything measured about them; `fastest` was chosen on the calibration prompts."""
+    """Heads and what was measured of them; `fastest` was chosen on the calibration prompts, empty without times."""
 
     name: str
     heads: DraftHeads
     record: dict[str, Any]
     chosen_on: RankTrace
     scored_on: RankTrace
-    latency: LatencyTable
+    latency: LatencyTable | None
     fastest: Tree
 
 
@@ -80,12 +82,20 @@ def main() -> int:
         target, packaged_prompts(workload=None, split="all"), max_new_tokens=options.max_new_tokens
     )
     traces = _traces(target, loaded, prompts, work, options.max_new_tokens)
+    filler = prompts[0].tokens
     families = [
-        _family(spec, target, loaded[Path(spec).name], traces[Path(spec).name], prompts[0].tokens, work)
+        _family(
+            spec,
+            target,
+            loaded[Path(spec).name],
+            traces[Path(spec).name],
+            None if options.tokens_only else filler,
+            work,
+        )
         for spec in options.heads
     ]
     rows = [_row(family) for family in families]
-    decoded = _decoded(target, families, options) if options.num_decoded else {}
+    decoded = {} if options.tokens_only or not options.num_decoded else _decoded(target, families, options)
     document = {
         "target": asdict(target.identity),
         "device": device_record(target),
@@ -125,11 +135,13 @@ def _traces(
 
 
 def _family(
-    spec: str, target: Target, heads: DraftHeads, trace: RankTrace, prompt: Sequence[int], work: Path
+    spec: str, target: Target, heads: DraftHeads, trace: RankTrace, filler: Sequence[int] | None, work: Path
 ) -> Family:
+    """`filler`: text that fills the cache of the timed steps, or None where none is timed."""
     chosen_on, scored_on = (_by_split(trace, split) for split in ("calibration", "evaluation"))
-    latency = _latency(target, heads, prompt, work / f"{Path(spec).name}.latency.json")
-    fastest = optimize(chosen_on, latency, Settings(budget=64, pick="best"))[BEST_TREE].tree
+    latency = None if filler is None else _latency(target, heads, filler, work / f"{Path(spec).name}.latency.json")
+    settings = Settings(budget=64, pick="best")
+    fastest = Tree(()) if latency is None else optimize(chosen_on, latency, settings)[BEST_TREE].tree
     return Family(
         name=Path(spec).name,
         heads=heads,
@@ -157,7 +169,7 @@ def _by_split(trace: RankTrace, split: str) -> RankTrace:
 
 
 def _row(family: Family) -> dict[str, Any]:
-    record, trees = family.record, _trees(family.chosen_on)
+    record, trees, latency = family.record, _trees(family.chosen_on), family.latency
     scores = replay(family.scored_on, trees.values()).tokens_per_step.tolist()
     depths = range(1, family.heads.identity.num_heads + 1)
     return {
@@ -171,8 +183,8 @@ def _row(family: Family) -> dict[str, Any]:
         "dense": next(iter(trees)),
         "best_trees": {str(b): [list(path) for path in trees[f"best {b}"].paths] for b in BUDGETS},
         "prompts": {"chosen_on": len(family.chosen_on.prompts), "scored_on": len(family.scored_on.prompts)},
-        "draft_ms": [round(family.latency.draft_ms(depth), 2) for depth in depths],
-        "fastest": _fastest(family),
+        "draft_ms": [] if latency is None else [round(latency.draft_ms(depth), 2) for depth in depths],
+        "fastest": None if latency is None else _fastest(family, latency),
     }
 
 
@@ -210,13 +222,13 @@ def _branching(tree: Tree) -> list[int]:
     return [count // (before or 1) for before, count in itertools.pairwise(counts)]
 
 
-def _fastest(family: Family) -> dict[str, Any]:
+def _fastest(family: Family, latency: LatencyTable) -> dict[str, Any]:
     """The tree that the calibration prompts recommend, by replay of the evaluation prompts over measured times."""
     trees = (Tree(()), family.fastest)
     walk = replay(family.scored_on, trees)
-    contexts = family.latency.nearest_context(family.scored_on.contexts)
+    contexts = latency.nearest_context(family.scored_on.contexts)
     total_ms = [
-        float(family.latency.step_ms(verify_width=tree.verify_width, depth=tree.depth)[contexts[visited]].sum())
+        float(latency.step_ms(verify_width=tree.verify_width, depth=tree.depth)[contexts[visited]].sum())
         for visited, tree in zip(walk.visited, trees, strict=True)
     ]
     return {
@@ -313,9 +325,9 @@ def markdown(rows: Sequence[dict[str, Any]], decoded: dict[str, Any]) -> str:
             f"{score[row['dense']]:.2f} {row['dense'].removeprefix('dense ')}",
             f"{score['medusa-63']:.2f}" if "medusa-63" in score else "-",
             *(f"{score[f'best {budget}']:.2f}" for budget in BUDGETS),
-            f"{fastest['verify_width'] - 1}, {fastest['depth']}",
-            f"{fastest['step_ms']:.0f}",
-            f"{fastest['speedup']:.2f}",
+            f"{fastest['verify_width'] - 1}, {fastest['depth']}" if fastest else "-",
+            f"{fastest['step_ms']:.0f}" if fastest else "-",
+            f"{fastest['speedup']:.2f}" if fastest else "-",
             f"{rates[name] / rates[PLAIN]:.2f}" if name in rates else "-",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -327,6 +339,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--target", default="demo")
     parser.add_argument("--heads", action="append", required=True)
     parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--tokens-only", action="store_true")
     parser.add_argument("--num-decoded", type=int, default=24)
     parser.add_argument("--decode-tokens", type=int, default=64)
     parser.add_argument("--out", type=Path, default=RESULTS / "heads.json")
