@@ -33,7 +33,7 @@ def grouped_attention(
     batch, heads, width, _ = query.shape
     kv_heads = key.shape[1]
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    if heads == kv_heads or width == 1 or not shared_mask or rest.get("position_bias") is not None:
+    if heads == kv_heads or not shared_mask or rest.get("position_bias") is not None:
         output: tuple[Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **rest
         )

@@ -14,6 +14,7 @@ from topo_search.identity import TargetIdentity
 from topo_search.target.adapter import Target, cache_argument
 from topo_search.target.attention import GROUPED, suited_attention
 from topo_search.target.fingerprint import weights_fingerprint
+from topo_search.target.fused import fuse_layers
 from topo_search.target.gguf import converted_folder, demo_gguf
 from topo_search.target.packing import pack_linears
 
@@ -75,6 +76,8 @@ def make_target(
     kv_shape = _kv_shape(model, name)
     config = model.config.get_text_config()
     identity = TargetIdentity(name=name, fingerprint=weights_fingerprint(model), dtype=dtype)
+    if pack:
+        fuse_layers(model)
     packed = pack and pack_linears(model, output_layer=model.get_output_embeddings()) > 0
     return Target(
         model=model,

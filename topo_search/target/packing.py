@@ -33,6 +33,11 @@ class PackedLinear(nn.Module):
         output: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._packed, self.bias, "none", [], "")
         return output
 
+    def plus(self, inputs: Tensor, residual: Tensor) -> Tensor:
+        """The same plus `residual`, in one operation."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise.binary(inputs, residual, self._packed, self.bias, "add")
+        return output
+
 
 @cache
 def can_pack() -> bool:
