@@ -19,11 +19,11 @@ PACKAGE = ROOT / "topo_search"
 LAYERS = (
     {
         *("errors", "identity", "tree", "trace", "prefixes", "replay", "estimates", "cost", "stats", "accuracy"),
-        *("search", "files", "export", "resources", "provenance"),
+        *("search", "files", "export", "resources", "provenance", "accepts"),
     },
     {
         *("ranking", "target", "heads", "decode", "training", "answers", "calibrate", "measure", "device"),
-        *("compare", "reference", "bench", "race_objective"),
+        *("compare", "reference", "bench", "race_objective", "recording"),
     },
     {"report", "cli", "__main__"},
 )

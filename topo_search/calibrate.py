@@ -134,7 +134,7 @@ def calibrate(
     empty = empty_trace(target, heads, max_new_tokens=max_new_tokens, rule=rule, provenance=provenance or {})
     partial = out.with_name(out.name + ".part")
     trace = merge_traces([empty, *(_readable(path, empty) for path in (out, partial) if path.exists())])
-    _require_unchanged(trace, prompts)
+    require_unchanged(trace.prompts, prompts)
     known = {prompt.id for prompt in trace.prompts}
     missing = [prompt for prompt in prompts if prompt.id not in known]
     done, constant = len(prompts) - len(missing), []
@@ -298,8 +298,13 @@ def _readable(path: Path, identity: RankTrace) -> RankTrace:
     return trace
 
 
-def _require_unchanged(trace: RankTrace, prompts: Sequence[EncodedPrompt]) -> None:
-    recorded = {prompt.id: prompt.digest for prompt in trace.prompts}
+def require_unchanged(known: Sequence[TracePrompt], prompts: Sequence[EncodedPrompt]) -> None:
+    """Refuse to continue with other text under an id that is already recorded.
+
+    Raises:
+        MismatchError: names the first such prompt.
+    """
+    recorded = {prompt.id: prompt.digest for prompt in known}
     for prompt in prompts:
         if recorded.get(prompt.id, prompt.digest) != prompt.digest:
             raise MismatchError(

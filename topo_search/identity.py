@@ -13,6 +13,9 @@ from typing import Any
 from topo_search.errors import InputError, MismatchError
 
 NOISE = "philox4x32-10 gumbel 1"
+TYPICAL = "typical"
+BONUS = ("sampled", "greedy", "truncated")
+EPSILON, DELTA = 0.09, 0.3  # Medusa's posterior_threshold and posterior_alpha; the paper ties delta to sqrt(epsilon)
 MAX_SEED = 1 << 63
 
 
@@ -41,12 +44,16 @@ class RuleIdentity:
     """The decoding rule. Text, and so every rank, depends on all of it.
 
     Attributes:
-        rule: `greedy` or `sample`.
+        rule: `greedy`, `sample`, or `typical`, which changes the text (`decode.typical`).
         temperature: 0 for greedy.
         top_k, top_p, min_p: filters as transformers defines them, in this order after the temperature; null where off.
-        seed: of the noise; null for greedy.
-        noise: name and version of the noise; null for greedy.
+        seed: of the noise; null where nothing is drawn.
+        noise: name and version of the noise; null where nothing is drawn.
         noise_share: weight of the same noise in the ranking of candidates; 0 ranks by the heads alone.
+        epsilon, delta: of `typical`: a drafted token is taken where its target probability exceeds
+            min(epsilon, delta * exp(-entropy)); null for other rules.
+        bonus: of `typical`: the token after the accepted path is the best one (`greedy`), a draw (`sampled`), or a draw
+            among the tokens above the threshold (`truncated`); null for other rules.
 
     Raises:
         InputError: a value is out of range; the message names it and the range.
@@ -60,6 +67,9 @@ class RuleIdentity:
     seed: int | None = None
     noise: str | None = None
     noise_share: float = 0.0
+    epsilon: float | None = None
+    delta: float | None = None
+    bonus: str | None = None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -75,11 +85,40 @@ class RuleIdentity:
             raise InputError(f"seed is {self.seed}; it must lie between 0 and 2**63 - 1.")
         if not 0 <= self.noise_share < math.inf:
             raise InputError(f"noise_share is {self.noise_share}; it must be 0 or above.")
+        if self.rule == TYPICAL:
+            _check_typical(self)
+        elif (self.epsilon, self.delta, self.bonus) != (None, None, None):
+            raise InputError("epsilon, delta and bonus belong to typical acceptance; leave them out, or ask for it.")
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn with noise."""
-        return self.temperature > 0
+        return self.temperature > 0 and self.bonus != "greedy"
+
+    @property
+    def changes_text(self) -> bool:
+        """Whether the text is another one than plain decoding's, and so depends on the tree."""
+        return self.rule == TYPICAL
+
+    @property
+    def of_plain_decoding(self) -> RuleIdentity:
+        """The exact rule to set beside it: itself, or of typical acceptance the rule that chooses its bonus tokens."""
+        if not self.changes_text:
+            return self
+        if self.bonus == "greedy":
+            return GREEDY
+        return replace(self, rule="sample", epsilon=None, delta=None, bonus=None)
+
+    @property
+    def in_words(self) -> str:
+        """The rule and its temperature, with the warning that a rule which changes the text always carries."""
+        at = f"temperature {self.temperature:g}"
+        if not self.changes_text:
+            return f"{self.rule} acceptance at {at}"
+        return (
+            f"typical acceptance (changes the text) at {at}, epsilon {self.epsilon:g}, delta {self.delta:g}, "
+            f"{self.bonus} bonus token"
+        )
 
 
 GREEDY = RuleIdentity()
@@ -112,6 +151,47 @@ def sampling_rule(
     if not given.samples:
         return GREEDY
     return replace(given, top_p=None if given.top_p == 1 else given.top_p, min_p=given.min_p or None)
+
+
+def typical_rule(
+    *,
+    temperature: float,
+    epsilon: float = EPSILON,
+    delta: float = DELTA,
+    bonus: str = BONUS[0],
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int = 0,
+) -> RuleIdentity:
+    """Typical acceptance (Medusa, section 2.3), which changes the text.
+
+    At temperature 0 it is greedy, as in Medusa: the best token has probability 1, every other one 0.
+
+    Raises:
+        InputError: a value is out of range.
+    """
+    drawn = sampling_rule(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    base = drawn if drawn.samples else replace(drawn, temperature=1.0, seed=seed, noise=NOISE)  # to check the rest
+    found = replace(base, rule=TYPICAL, epsilon=float(epsilon), delta=float(delta), bonus=bonus)
+    if not drawn.samples:
+        return GREEDY
+    return replace(found, seed=None, noise=None) if bonus == "greedy" else found
+
+
+def _check_typical(rule: RuleIdentity) -> None:
+    if rule.epsilon is None or not 0 < rule.epsilon < 1:
+        raise InputError(f"epsilon is {rule.epsilon}; it must lie strictly between 0 and 1.")
+    if rule.delta is None or not 0 < rule.delta < math.inf:
+        raise InputError(f"delta is {rule.delta}; it must be above 0.")
+    if rule.bonus not in BONUS:
+        raise InputError(f"bonus is {rule.bonus!r}; it must be {', '.join(BONUS[:-1])} or {BONUS[-1]}.")
+    if not rule.temperature > 0:
+        raise InputError("typical acceptance at temperature 0 is greedy acceptance; give a temperature above 0.")
+    if rule.noise_share:
+        raise InputError(
+            "noise_share helps to find the draw, which typical acceptance does not look for; leave it out."
+        )
 
 
 def recorded(rule: RuleIdentity) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class RankTrace:
         provenance: versions, command and time; not part of the identity.
 
     Raises:
-        InputError: rows, sentinels or ranks contradict the prompts.
+        InputError: rows, sentinels or ranks contradict the prompts, or the rule changes the text.
     """
 
     prompts: tuple[TracePrompt, ...]
@@ -73,6 +73,11 @@ class RankTrace:
     provenance: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.rule.changes_text:
+            raise InputError(
+                "A rank trace replays the target's own text, which typical acceptance changes; record accept masks "
+                "(topo-search calibrate --acceptance typical)."
+            )
         if self.ranks.ndim != 2 or self.ranks.shape[0] != sum(prompt.rows for prompt in self.prompts):
             raise InputError(
                 f"The trace's ranks have shape {self.ranks.shape}, but its prompts have {self._rows()} rows."

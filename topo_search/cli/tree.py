@@ -46,7 +46,7 @@ def export(
     note(f"Wrote {path}")
 
 
-def schema(name: Annotated[str, typer.Argument(help="tree, trace or latency.")]) -> None:
+def schema(name: Annotated[str, typer.Argument(help="tree, trace, latency or accepts.")]) -> None:
     """Print the JSON Schema of a file format.
 
     Example: topo-search schema tree

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from topo_search.decode.decoder import Decoded, DecodeSettings, Prompt, TreeDecoder, single_prompt
 from topo_search.decode.plan import TreePlan, plan_tree
+from topo_search.decode.processors import require_stateless
 from topo_search.decode.rows import RowCache
 from topo_search.decode.sampling import Sampler, candidate_noise
 from topo_search.decode.step import accepted_path
@@ -53,7 +54,9 @@ def decode_batch(
         raise InputError(
             f"There are {len(prompts)} prompts and {len(numbers)} requests; give at least 1, one for each."
         )
-    _require_stateless(settings)
+    require_stateless(
+        settings.get("processors", ()), "the rows of a batch would share", "decode its prompts one by one"
+    )
     texts = [list(single_prompt(prompt)) for prompt in prompts]
     rows = [
         _Row(index=index, text=text, sampler=decoder.sampler(text, max_new_tokens, {**settings, "request": number}))
@@ -218,13 +221,3 @@ class _Batch:
 
     def _elapsed_ms(self) -> float:
         return 1000 * (time.perf_counter() - self.clock)
-
-
-def _require_stateless(settings: DecodeSettings) -> None:
-    """transformers' own processors read their arguments only; of others nothing is known."""
-    for processor in settings.get("processors", ()):
-        if not type(processor).__module__.startswith("transformers.generation"):
-            raise InputError(
-                f"Logits processor {type(processor).__name__} may keep a state that the rows of a batch would share; "
-                "decode its prompts one by one."
-            )

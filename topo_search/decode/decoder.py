@@ -1,13 +1,14 @@
 """`TreeDecoder`: load a target, heads and a tree, and decode text that equals plain decoding token for token.
 
 Batch 1; greedy, or sampled with noise that belongs to the position, so that text depends on the seed and never on the
-tree. Prefill emits the first token and is not a step.
+tree. Typical acceptance alone changes the text, and says so wherever it is named. Prefill emits the first token and is
+not a step.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, Unpack
 
@@ -17,9 +18,10 @@ from topo_search.decode.cache import SlotCache
 from topo_search.decode.ending import Ending, StopStrings
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.probe import probe
-from topo_search.decode.processors import path_safe
+from topo_search.decode.processors import path_safe, require_stateless
 from topo_search.decode.sampling import Sampler
 from topo_search.decode.step import DecodeState, TreeStep
+from topo_search.decode.typical import Acceptable
 from topo_search.errors import InputError
 from topo_search.heads.base import DraftContext, DraftHeads
 from topo_search.identity import GREEDY, RuleIdentity
@@ -37,10 +39,11 @@ class DecodeSettings(TypedDict, total=False):
 
     Attributes:
         eos_token_ids: ids that end the answer; the target's own by default.
-        rule: greedy, or what `identity.sampling_rule` gives.
+        rule: greedy, or what `identity.sampling_rule` gives; what `identity.typical_rule` gives changes the text.
         request: number of the sequence; sequences of one seed that should not share noise need different ones.
         stop_strings: texts that end the answer once it holds one of them.
         processors: logits processors, applied before the rule along the text alone; see `decode.processors`.
+        observe: called with what every step of typical acceptance finds acceptable.
     """
 
     eos_token_ids: Sequence[int] | None
@@ -48,6 +51,7 @@ class DecodeSettings(TypedDict, total=False):
     request: int
     stop_strings: Sequence[str]
     processors: Sequence[Any]
+    observe: Callable[[Acceptable], None] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +175,9 @@ class TreeDecoder:
         if max_new_tokens < 1:
             raise InputError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1 token.")
         rule, processors = settings.get("rule", GREEDY), path_safe(settings.get("processors"))
-        if (rule.samples or processors) and not self._has_own_logits:
+        if rule.changes_text:
+            require_stateless(processors, "the paths of a tree would share", "decode with exact acceptance")
+        if (rule.samples or rule.changes_text or processors) and not self._has_own_logits:
             raise InputError(
                 f"{self.target.identity.name} changes its output layer's scores in a way that keeps their order only, "
                 "so its draws cannot be reproduced; decode greedily and without logits processors."
@@ -181,6 +187,7 @@ class TreeDecoder:
             rule=rule,
             request=settings.get("request", 0),
             processors=processors,
+            observe=settings.get("observe"),
             ending=Ending(
                 prompt_tokens=len(prompt),
                 max_new_tokens=max_new_tokens,

@@ -1,7 +1,8 @@
 """Logits processors: which of them a tree decoder can honour.
 
 The walk over a verified tree asks a processor once per emitted token, with the sequence and the scores that plain
-decoding would give it, so whatever depends on these alone is safe on any path. What runs a model of its own, reads an
+decoding would give it, so whatever depends on these alone is safe on any path. Typical acceptance asks along several
+paths, each with its own text, so it takes stateless ones only. What runs a model of its own, reads an
 encoder, or needs several rows at once is refused by name.
 """
 
@@ -37,3 +38,14 @@ def path_safe(processors: Iterable[Any] | None) -> tuple[Any, ...]:
         if name in _REFUSED:
             raise InputError(f"Logits processor {name} cannot be applied along a tree's paths: {_REFUSED[name]}.")
     return found
+
+
+def require_stateless(processors: Iterable[Any], who: str, way_out: str) -> None:
+    """Refuse what may keep a state: transformers' own processors read their arguments only, of others nothing is known.
+
+    Raises:
+        InputError: names the first such processor, who would share its state, and the way out.
+    """
+    for processor in processors:
+        if not type(processor).__module__.startswith("transformers.generation"):
+            raise InputError(f"Logits processor {type(processor).__name__} may keep a state that {who}; {way_out}.")

@@ -7,9 +7,9 @@ token is verified: at a node of any tree, in any batch slot, or in plain decodin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,6 +20,9 @@ from topo_search.decode.noise import gumbel_at, gumbel_rows
 from topo_search.errors import CheckError
 from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.ranking import best_token
+
+if TYPE_CHECKING:
+    from topo_search.decode.typical import Acceptable
 
 _SPARSE = 4  # noise comes in blocks of four ids, so single ids pay below a quarter of the vocabulary
 _EDGE = 1e-5  # of probabilities and scores: what fp32 sums in another order move
@@ -60,6 +63,8 @@ def drawn_scores(
     if not rule.samples:
         return scores
     kept = filtered(scores, rule)
+    if rule.bonus == "truncated":
+        kept = _above_threshold(kept, rule)
     assert rule.seed is not None
     alive = torch.isfinite(kept)
     if int(alive.sum()) * _SPARSE > kept.numel():
@@ -86,6 +91,13 @@ def filtered(scores: Float[Tensor, "rows vocab"], rule: RuleIdentity) -> Float[T
         probs = torch.softmax(scores, dim=-1)
         scores = scores.masked_fill(probs < rule.min_p * probs.amax(dim=-1, keepdim=True), float("-inf"))
     return scores
+
+
+def typical_threshold(law: Float[Tensor, "rows vocab"], rule: RuleIdentity) -> Float[Tensor, " rows"]:
+    """What a drafted token's target probability must exceed: min(epsilon, delta * exp(-entropy of the law))."""
+    assert rule.epsilon is not None and rule.delta is not None
+    entropy = torch.special.entr(law).sum(dim=-1)
+    return (rule.delta * torch.exp(-entropy)).clamp(max=rule.epsilon)
 
 
 def require_finite(scores: Float[Tensor, " rows"], positions: Int[Tensor, " rows"]) -> None:
@@ -148,12 +160,14 @@ class Sampler:
         request: the sequence's number.
         processors: logits processors, each called with `[1, tokens]` ids and `[1, vocab]` scores.
         ending: what ends the answer, or None; nothing is chosen after its end.
+        observe: called with what every step of typical acceptance finds acceptable, or None.
     """
 
     rule: RuleIdentity = GREEDY
     request: int = 0
     processors: tuple[Any, ...] = ()
     ending: Ending | None = None
+    observe: Callable[[Acceptable], None] | None = None
 
     @property
     def needs_text(self) -> bool:
@@ -166,14 +180,26 @@ class Sampler:
 
     def next_token(self, scores: Float[Tensor, " vocab"], text: Sequence[int]) -> int:
         """The token after `text`, the whole unpadded sequence so far."""
+        row = self.processed(scores, text)
+        place = torch.tensor([len(text)], device=scores.device)
+        request = torch.tensor([self.request], device=scores.device)
+        return int(choose(row, self.rule, positions=place, requests=request))
+
+    def processed(self, scores: Float[Tensor, " vocab"], text: Sequence[int]) -> Float[Tensor, "1 vocab"]:
+        """The scores after `text` as the logits processors leave them."""
         row = scores[None]
         if self.processors:
             ids = torch.tensor([list(text)], device=scores.device)
             for processor in self.processors:
                 row = processor(ids, row)
-        place = torch.tensor([len(text)], device=scores.device)
-        request = torch.tensor([self.request], device=scores.device)
-        return int(choose(row, self.rule, positions=place, requests=request))
+        return row
+
+
+def _above_threshold(scores: Float[Tensor, "rows vocab"], rule: RuleIdentity) -> Float[Tensor, "rows vocab"]:
+    """The scores without the tokens below the threshold of typical acceptance; the best one always stays."""
+    law = torch.softmax(scores.double(), dim=-1)
+    threshold = torch.minimum(typical_threshold(law, rule), law.amax(dim=-1))
+    return scores.masked_fill(law < threshold[:, None], float("-inf"))
 
 
 def _neighbours(rule: RuleIdentity) -> list[RuleIdentity]:

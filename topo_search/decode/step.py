@@ -14,6 +14,7 @@ from torch import Tensor
 from topo_search.decode.cache import SlotCache
 from topo_search.decode.plan import TreePlan
 from topo_search.decode.sampling import Sampler, candidate_noise, require_finite
+from topo_search.decode.typical import typical_path
 from topo_search.heads.base import DraftContext, DraftHeads
 from topo_search.ranking import best_token
 from topo_search.target.adapter import Target
@@ -100,11 +101,14 @@ def accepted_path(
 ) -> tuple[Int[Tensor, " path"], Int[Tensor, " one"]]:
     """Slots of the longest accepted path of one sequence, and the target's own token after it.
 
-    `text` is the sequence up to the root; the emitted tokens are appended.
+    `text` is the sequence up to the root; the emitted tokens are appended. Typical acceptance takes another path; see
+    `decode.typical`.
 
     Raises:
         CheckError: the scores on the path are not finite.
     """
+    if sampler.rule.changes_text:
+        return typical_path(scores, tokens, plan, sampler, text)
     if sampler.needs_text:
         return _walk(scores, tokens, plan, sampler, text)
     choices = best_token(scores)

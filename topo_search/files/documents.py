@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from topo_search.errors import InputError
 from topo_search.files.atomic import write_text
-from topo_search.files.reading import read_text
+from topo_search.files.reading import naming, read_text
 
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Length = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -121,7 +121,8 @@ def validated(where: object, text: str, schema: type[DocumentT], *, hint: str) -
         InputError: names the first place that breaks a rule, what was found there, and how many more there are.
     """
     try:
-        return schema.model_validate_json(text)
+        with naming(where):  # a dataclass inside refuses its values by itself
+            return schema.model_validate_json(text)
     except ValidationError as error:
         details = error.errors(include_url=False)
         more = f" ({len(details) - 1} more)" if len(details) > 1 else ""

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field, JsonValue
-from safetensors import SafetensorError, safe_open
 
 from topo_search.errors import InputError
 from topo_search.files.atomic import write_bytes
@@ -27,14 +26,15 @@ from topo_search.files.documents import (
     schema_hint,
     validated,
 )
-from topo_search.files.reading import naming, require_file
-from topo_search.files.tensors import safetensors_bytes
+from topo_search.files.reading import naming
+from topo_search.files.tensors import read_tensors, safetensors_bytes
 from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity, recorded
 from topo_search.trace import RankTrace, TracePrompt
 
 TRACE_SUFFIX = ".trace.safetensors"
 MAX_BYTES = 2**30
 _TENSORS = {"ranks": ("I16", 2), "prompt": ("I32", 1), "position": ("I32", 1)}
+_DESCRIBED = "ranks (int16, 2-D), prompt and position (int32, 1-D)"
 
 
 class PromptEntry(Document):
@@ -93,7 +93,7 @@ def read_trace(path: Path) -> RankTrace:
         InputError: the file is missing, cut off, no safetensors, of another format or version, breaks the schema, or
             its tensors contradict its prompts. The message names the file, the place and the rule.
     """
-    metadata, arrays = _opened(path)
+    metadata, arrays = read_tensors(path, _TENSORS, kind="trace", described=_DESCRIBED, max_bytes=MAX_BYTES)
     version = metadata.get("version")
     require_format(path, {**metadata, "version": 1 if version == "1" else version}, "trace")
     text = metadata.get("trace", "")
@@ -110,26 +110,6 @@ def trace_schema() -> dict[str, Any]:
         "tensors ranks int16 [rows, depth], prompt int32 [rows] and position int32 [rows]."
     )
     return published(TraceDocument, kind="trace", description=description)
-
-
-def _opened(path: Path) -> tuple[dict[str, str], dict[str, np.ndarray]]:
-    require_file(path, max_bytes=MAX_BYTES)
-    try:
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            _check_tensors(path, {name: file.get_slice(name) for name in file.keys()})  # noqa: SIM118
-            return metadata, {name: file.get_tensor(name) for name in _TENSORS}
-    except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} is no readable safetensors file: {error}. Calibrate or copy it again.") from None
-
-
-def _check_tensors(path: Path, slices: dict[str, Any]) -> None:
-    found = {name: (part.get_dtype(), len(part.get_shape())) for name, part in slices.items()}
-    if found != _TENSORS:
-        raise InputError(
-            f"{path} is no topo-search trace file: it needs exactly the tensors ranks (int16, 2-D), prompt and "
-            f"position (int32, 1-D); found {', '.join(sorted(found)) or 'none'} as {list(found.values())}."
-        )
 
 
 def _trace(document: TraceDocument, arrays: dict[str, np.ndarray]) -> RankTrace:
