@@ -3,7 +3,7 @@
 A tiny random model in float64, so that equality needs no tolerance. Each round draws a tree, prompts, a cap,
 end-of-text ids and a rule, and heads that are scripted: in every step they draw one path of the tree and place the true
 tokens on it and nowhere else, so that every acceptance pattern occurs. Each answer is decoded alone and in a batch.
-Memory must stay flat.
+Memory must stay flat: live tensors to the byte, the process's resident set within a few MB of allocator noise.
 
     python benchmarks/soak.py --steps 10000 --seed 0
 """
@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import random
+import resource
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.decode.plan import TreePlan
 from topo_search.heads.base import DraftCost
 from topo_search.identity import GREEDY, HeadsIdentity, RuleIdentity, sampling_rule
+from topo_search.provenance import provenance
 from topo_search.target import Target
 from topo_search.target.load import make_target
 from topo_search.tree import Path as RankPath
@@ -37,6 +39,8 @@ from topo_search.tree import Tree
 
 VOCAB, DEPTH, RANKS = 61, 4, 5
 _ROWS, _PROMPT_TOKENS, _CAP = 3, 12, 40
+_ALLOWED_GROWTH_BYTES = 1 << 20
+_STATM = Path("/proc/self/statm")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,6 +53,7 @@ class SoakResult:
         differences: one line per answer that differs from plain decoding.
         accepted: steps by accepted drafted tokens.
         live_bytes: bytes of live tensors after each tenth of the run.
+        resident_bytes: of the whole process at the same moments; empty where the system does not tell.
         seconds: of the whole run.
     """
 
@@ -57,12 +62,20 @@ class SoakResult:
     differences: list[str] = field(default_factory=list)
     accepted: Counter[int] = field(default_factory=Counter)
     live_bytes: list[int] = field(default_factory=list)
+    resident_bytes: list[int] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
     def memory_growth_bytes(self) -> int:
         """Largest growth of live tensors after the first tenth."""
         return max(self.live_bytes, default=0) - self.live_bytes[0] if self.live_bytes else 0
+
+    @property
+    def failures(self) -> list[str]:
+        """What broke the promise: differing texts, and tensors that pile up."""
+        grown = self.memory_growth_bytes
+        leaked = [f"live tensors grew by {grown} bytes"] if grown > _ALLOWED_GROWTH_BYTES else []
+        return self.differences + leaked
 
 
 class ScriptedHeads:
@@ -143,6 +156,7 @@ def soak(steps: int, *, seed: int = 0) -> SoakResult:
         _one_round(draw, target, plain, result)
         if result.steps >= next_look:
             result.live_bytes.append(_live_bytes())
+            result.resident_bytes += _resident_bytes()
             next_look += max(steps // 10, 1)
     result.seconds = time.perf_counter() - clock
     return result
@@ -229,6 +243,11 @@ def _live_bytes() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
+def _resident_bytes() -> list[int]:
+    """The resident set, as one element; none where the system has no /proc."""
+    return [int(_STATM.read_text(encoding="ascii").split()[1]) * resource.getpagesize()] if _STATM.exists() else []
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000)
@@ -237,16 +256,19 @@ def main() -> int:
     options = parser.parse_args()
     result = soak(options.steps, seed=options.seed)
     summary = {
+        "seed": options.seed,
         "steps": result.steps,
         "rounds": result.rounds,
-        "differences": result.differences,
+        "failures": result.failures,
         "steps_by_accepted_tokens": dict(sorted(result.accepted.items())),
         "live_bytes": result.live_bytes,
+        "resident_bytes": result.resident_bytes,
         "seconds": round(result.seconds, 1),
+        **provenance(),
     }
     options.out.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(summary, indent=2))
-    return 1 if result.differences else 0
+    return 1 if result.failures else 0
 
 
 if __name__ == "__main__":
