@@ -18,8 +18,8 @@ PACKAGE = ROOT / "topo_search"
 # Layer of every part of the package; a part may import its own layer and those before it (DESIGN section 8).
 LAYERS = (
     {
-        *("errors", "identity", "tree", "trace", "prefixes", "replay", "estimates", "cost", "stats", "accuracy"),
-        *("search", "files", "export", "resources", "provenance", "accepts"),
+        *("errors", "identity", "tree", "trace", "prefixes", "replay", "estimates", "cost", "special", "stats"),
+        *("accuracy", "search", "files", "export", "resources", "provenance", "accepts"),
     },
     {
         *("ranking", "target", "heads", "decode", "training", "answers", "calibrate", "measure", "device"),

@@ -61,6 +61,16 @@ class PrefixTable:
         ranks = self.row_ranks[rows]
         return replace(self, **_counts(nodes, ranks, len(self.depths), self.resolved_ranks))
 
+    def among(self, rows: Int[np.ndarray, " chosen"]) -> PrefixTable:
+        """`counted`, with only those rows kept."""
+        columns = [self.node_of_row[rows, depth] for depth in range(self.node_of_row.shape[1])]
+        nodes = np.empty((len(rows), len(columns)), dtype=np.int32, order="F")
+        for depth, column in enumerate(columns):
+            nodes[:, depth] = column
+        ranks = self.row_ranks[rows]
+        counts = _counts(nodes, ranks, len(self.depths), self.resolved_ranks)
+        return replace(self, node_of_row=nodes, row_ranks=ranks, **counts)
+
     @property
     def reached(self) -> Int[np.ndarray, " nodes"]:
         """Counted rows that start with each node's parent and observe the node's depth."""

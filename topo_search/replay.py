@@ -5,7 +5,7 @@ A row decides what any tree would accept there. Start at a prompt's first row, l
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,19 +81,18 @@ def replay(trace: RankTrace, trees: Iterable[Tree], *, table: PrefixTable | None
 
 
 def replay_nested(
-    trace: RankTrace, order: list[Path], sizes: Iterable[int], *, table: PrefixTable | None = None
+    trace: RankTrace, families: Iterable[tuple[Sequence[Path], Sequence[int]]], *, table: PrefixTable | None = None
 ) -> Replay:
-    """Walk the trees made of the first n paths of one nested order, for each n in `sizes`."""
+    """Walk, for each family of nested trees, those made of the first n paths of its order, for each n of its sizes.
+
+    Args:
+        trace: the rows.
+        families: pairs of an order of paths and the sizes wanted.
+        table: the trace's prefixes, where they are at hand.
+    """
     table = table or PrefixTable.of(trace)
-    never = len(order) + 1
-    entry = np.full(len(table.depths) + 1, never, dtype=np.int32)  # the size from which each node is in; last: no node
-    nodes = table.find(order)
-    entry[nodes[nodes != NO_NODE]] = np.flatnonzero(nodes != NO_NODE) + 1
-    wanted = np.fromiter(sizes, dtype=np.int32)[:, None]
-    hits = np.zeros((len(wanted), len(table.node_of_row)), dtype=np.int16)
-    for passed in table.node_of_row.T:
-        hits += entry[passed] <= wanted  # NO_NODE = -1 picks the last entry: never
-    return walk(trace, hits)
+    hits = [_nested_hit_lengths(table, order, sizes) for order, sizes in families]
+    return walk(trace, np.concatenate([np.zeros((0, len(trace.ranks)), dtype=np.int16), *hits]))
 
 
 def walk(trace: RankTrace, hits: Int[np.ndarray, "trees rows"]) -> Replay:
@@ -102,7 +101,7 @@ def walk(trace: RankTrace, hits: Int[np.ndarray, "trees rows"]) -> Replay:
     All prompts of all trees walk at once, each by its index into the flattened `[trees, rows]`.
     """
     remaining = np.minimum(trace.remaining, trace.depth + 1).astype(hits.dtype)  # no step emits more
-    emitted = np.minimum(hits + 1, remaining)
+    emitted = np.minimum(hits + hits.dtype.type(1), remaining)
     visited = np.zeros(emitted.shape, dtype=np.bool_)
     first_of_tree = np.arange(len(hits))[:, None] * len(trace.ranks)
     at, end = (first_of_tree + trace.starts[:-1]).ravel(), (first_of_tree + trace.starts[1:]).ravel()
@@ -119,6 +118,20 @@ def walk(trace: RankTrace, hits: Int[np.ndarray, "trees rows"]) -> Replay:
         tokens=np.array([max(prompt.rows, 0) for prompt in trace.prompts], dtype=np.int64),
         prompt_of_row=trace.prompt_of_row,
     )
+
+
+def _nested_hit_lengths(
+    table: PrefixTable, order: Sequence[Path], sizes: Sequence[int]
+) -> Int[np.ndarray, "sizes rows"]:
+    never = len(order) + 1
+    entry = np.full(len(table.depths) + 1, never, dtype=np.int32)  # the size from which each node is in; last: no node
+    nodes = table.find(order)
+    entry[nodes[nodes != NO_NODE]] = np.flatnonzero(nodes != NO_NODE) + 1
+    wanted = np.array(sizes, dtype=np.int32)[:, None]
+    hits = np.zeros((len(wanted), len(table.node_of_row)), dtype=np.int16)
+    for passed in table.node_of_row.T:
+        hits += entry[passed] <= wanted  # NO_NODE = -1 picks the last entry: never
+    return hits
 
 
 def _hit_lengths(trace: RankTrace, tree: Tree, table: PrefixTable) -> Int[np.ndarray, " rows"]:

@@ -132,7 +132,10 @@ class RankTrace:
 
     def select(self, keep: Callable[[TracePrompt], bool]) -> RankTrace:
         """The trace of the prompts that `keep` accepts."""
-        kept: Bool[np.ndarray, " prompts"] = np.array([keep(prompt) for prompt in self.prompts], dtype=np.bool_)
+        return self.of_prompts(np.array([keep(prompt) for prompt in self.prompts], dtype=np.bool_))
+
+    def of_prompts(self, kept: Bool[np.ndarray, " prompts"]) -> RankTrace:
+        """The trace of the prompts marked."""
         rows = kept[self.prompt_of_row]
         prompts = tuple(prompt for prompt, wanted in zip(self.prompts, kept, strict=True) if wanted)
         return replace(self, prompts=prompts, ranks=self.ranks[rows])

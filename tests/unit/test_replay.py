@@ -57,7 +57,7 @@ def test_replay_is_the_walk_by_hand(trace: RankTrace, batch: list[Tree]) -> None
 @given(trace=traces(), tree=trees(ranks=3, depth=3), data=st.data())
 def test_nested_replay_is_replay_of_every_prefix(trace: RankTrace, tree: Tree, data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(0, tree.num_draft_nodes), max_size=5))
-    nested = replay_nested(trace, list(tree.paths), sizes)
+    nested = replay_nested(trace, [(tree.paths, sizes)])
     single = replay(trace, [Tree(tree.paths[:size]) for size in sizes])
     assert np.array_equal(nested.emitted, single.emitted)
     assert np.array_equal(nested.visited, single.visited)

@@ -65,14 +65,14 @@ def test_a_text_recorded_twice_is_one_observation(drawn: RankTrace) -> None:
 
 def test_every_prompt_is_scored_once_by_a_tree_that_never_saw_it(drawn: RankTrace) -> None:
     seen: list[set[str]] = []
-    ask = chosen_trees(FLAT, settings())
+    ask = chosen_trees(settings())
 
-    def procedure(part: RankTrace) -> tuple[Tree, ...]:
-        seen.append({prompt.id for prompt in part.prompts})
+    def procedure(part: ReplayJudge) -> tuple[Tree, ...]:
+        seen.append({prompt.id for prompt in part.trace.prompts})
         return ask(part)
 
     fold = fold_of_prompts(drawn.prompts, 5, seed=0)
-    held = hold_out(drawn, FLAT, procedure, fold)
+    held = hold_out(ReplayJudge.of(drawn, FLAT), procedure, fold)
     assert held is not None
     assert sorted(prompt.id for prompt in held.prompts) == sorted(prompt.id for prompt in drawn.prompts)
     for number, ids in enumerate(seen):
@@ -154,13 +154,13 @@ def test_a_workloads_tree_loses_where_another_is_served() -> None:
     answer = {"chat": [[1]] * 12, "code": [[0]] * 12}
     trace = labelled(trace_of(*[answer[w] for w in ("chat", "code") * 3], resolved=2), "chat", "code")
     latency = latency_table({1: 10.0, 2: 10.0})
-    rows = {row.workload: row for row in workload_rows(trace, latency, settings(budget=2))}
+    rows = {row.workload: row for row in workload_rows(ReplayJudge.of(trace, latency), settings(budget=2))}
     assert rows["chat"].tree == Tree(((1,),))
     assert rows["code"].tree == Tree(((0,),))
     assert rows["chat"].tokens_per_step == rows["code"].tokens_per_step == 2.0
     assert rows["chat"].loss_on == {"code": pytest.approx(0.5)}
     assert rows["code"].loss_on == {"chat": pytest.approx(0.5)}
-    assert workload_rows(labelled(trace, "chat"), latency, settings(budget=2)) == []
+    assert workload_rows(ReplayJudge.of(labelled(trace, "chat"), latency), settings(budget=2)) == []
 
 
 def test_heads_that_miss_cost_steps_and_name_their_break_even() -> None:

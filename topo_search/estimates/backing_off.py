@@ -22,6 +22,7 @@ from jaxtyping import Float, Int
 from topo_search.estimates.best_children import best_children
 from topo_search.estimates.probabilities import PathProbabilities
 from topo_search.prefixes import NO_NODE, PrefixTable
+from topo_search.special import log_gamma
 
 _STRENGTHS = np.logspace(-2, 5, 57)  # 8 per decade; the last one stands for infinity: back off fully
 _PSEUDO_ROWS = 1.0  # of a depth's own shares, spread evenly over the outcomes
@@ -74,18 +75,18 @@ def prior_strength(
         counts: of each outcome that occurs in a context, at least 1; a context's counts add up to its size.
         means: the prior mean of each such outcome.
     """
-    from scipy.special import gammaln
-
     if sizes.max(initial=0) < 2:
         return np.inf
     s = _STRENGTHS[:, None]
     distinct, times = np.unique(sizes[sizes > 0], return_counts=True)
-    likelihood = (gammaln(s) - gammaln(s + distinct)) @ times
+    likelihood = log_gamma(_STRENGTHS) * times.sum() - log_gamma(s + distinct) @ times
     likelihood += np.count_nonzero(counts == 1) * np.log(_STRENGTHS)  # lnG(1 + s m) - lnG(s m) = ln s + ln m
     levels, level = np.unique(means[counts > 1], return_inverse=True)  # equal pairs are evaluated once
     pairs, times = np.unique(level * (sizes.max() + 1) + counts[counts > 1], return_counts=True)
-    prior = s * levels[pairs // (sizes.max() + 1)]
-    likelihood += (gammaln(prior + pairs % (sizes.max() + 1)) - gammaln(prior)) @ times
+    level, count = pairs // (sizes.max() + 1), pairs % (sizes.max() + 1)
+    prior = s * levels
+    likelihood += log_gamma(prior[:, level] + count) @ times
+    likelihood -= log_gamma(prior) @ np.bincount(level, weights=times, minlength=len(levels))
     best = np.flatnonzero(likelihood >= likelihood.max() - _FLAT * np.abs(likelihood).max())[-1]
     return np.inf if best == len(_STRENGTHS) - 1 else float(_STRENGTHS[best])
 

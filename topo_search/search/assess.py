@@ -11,7 +11,6 @@ from jaxtyping import Float
 from topo_search.cost import LatencyTable
 from topo_search.estimates import PathProbabilities
 from topo_search.identity import RuleIdentity
-from topo_search.prefixes import PrefixTable
 from topo_search.search.choose import Choice, Settings, choose, joined
 from topo_search.search.intervals import Figure, prompts_to_halve, resampling_weights
 from topo_search.search.judge import ExpectedJudge, ReplayJudge
@@ -21,7 +20,6 @@ from topo_search.search.optimize import (
     PLAIN,
     TREE,
     SearchResult,
-    optimize,
     optimize_by,
     require_rows,
     result_of,
@@ -116,13 +114,15 @@ def assess(trace: RankTrace, latency: LatencyTable | None, settings: Settings) -
     Raises:
         InputError: see `optimize`.
     """
-    result = optimize(trace, latency, settings)
+    require_rows(trace)
+    judge = ReplayJudge.of(trace, latency, batch=settings.batch)
+    result = optimize_by(judge, settings)
     fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
-    held = hold_out(trace, latency, chosen_trees(latency, settings), fold, batch=settings.batch)
+    held = hold_out(judge, chosen_trees(settings), fold)
     folds = int(fold.max()) + 1
     split = f"cross-fitted over {folds} folds by prompt" if held is not None else "none: a single prompt"
-    rows = tuple(workload_rows(trace, latency, settings))
-    return assessment_of(trace, latency, result, held, split=split, workloads=rows)
+    rows = tuple(workload_rows(judge, settings))
+    return assessment_of(judge, result, held, split=split, workloads=rows)
 
 
 def assess_improved(
@@ -144,16 +144,17 @@ def assess_improved(
     """
     require_rows(trace)
     fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
-    left_out = {prompt.id for prompt, number in zip(trace.prompts, fold, strict=True) if number == 0}
-    chosen_on = trace.select(lambda prompt: prompt.id not in left_out)
-    judge = ReplayJudge.of(chosen_on if len(chosen_on.ranks) else trace, latency, batch=settings.batch)
-    choice = choose(judge, settings)
-    tree = improve(judge, choice)
-    alternatives = joined([choice.alternatives.take([0, 1]), judge.score([tree])])
+    judge = ReplayJudge.of(trace, latency, batch=settings.batch)
+    kept = fold != 0
+    chosen_on = judge.among(kept) if kept[trace.prompt_of_row].any() else judge
+    choice = choose(chosen_on, settings)
+    tree = improve(chosen_on, choice)
+    alternatives = joined([choice.alternatives.take([0, 1]), chosen_on.score([tree])])
     result = result_of(replace(choice, alternatives=alternatives), settings)
-    held = hold_out(trace, latency, lambda _: alternatives.trees, fold, batch=settings.batch, scored_folds=[0])
-    texts = "none: a single prompt" if held is None else f"{len(left_out)} prompts held out from choosing"
-    return assessment_of(trace, latency, result, held, split=texts)
+    held = hold_out(judge, lambda _: alternatives.trees, fold, scored_folds=[0])
+    left_out = int((fold == 0).sum())
+    texts = "none: a single prompt" if held is None else f"{left_out} prompts held out from choosing"
+    return assessment_of(judge, result, held, split=texts)
 
 
 def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | None, settings: Settings) -> Assessment:
@@ -193,8 +194,7 @@ def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | 
 
 
 def assessment_of(
-    trace: RankTrace,
-    latency: LatencyTable | None,
+    judge: ReplayJudge,
     result: SearchResult,
     held: HeldOut | None,
     *,
@@ -202,7 +202,7 @@ def assessment_of(
     workloads: tuple[WorkloadRow, ...] = (),
 ) -> Assessment:
     """Put a search and the scores of its held-out prompts together."""
-    settings = result.settings
+    trace, latency, settings = judge.trace, judge.latency, result.settings
     units = text_units(trace.prompts)
     count = 0 if held is None else len(held.tokens)
     weights = resampling_weights(max(count, 1), settings.resamples, settings.seed)
@@ -217,7 +217,7 @@ def assessment_of(
         over_plain=None if held is None or at == 0 else faster(held, at, 0, latency, settings, weights),
         over_runner_up=runner_up,
         sure=None if runner_up is None else certainty(runner_up[1], count),
-        unseen=tuple(map(float, unseen_shares(trace, PrefixTable.of(trace), units))),
+        unseen=tuple(map(float, unseen_shares(trace, judge.table, units))),
         prompts_to_halve=prompts_to_halve(count) if count > 1 else None,
         workloads=workloads,
         warnings=(),

@@ -17,7 +17,7 @@ from topo_search.errors import InputError
 from topo_search.estimates import PathProbabilities
 from topo_search.search.frontier import Frontier, allowed, frontier
 from topo_search.search.intervals import latency_variance, paired_log_se, time_shares
-from topo_search.search.judge import Judge, Scores
+from topo_search.search.judge import Family, Judge, Scores
 from topo_search.search.ratio import fastest
 from topo_search.search.rules import best_trees
 from topo_search.tree import Tree
@@ -117,11 +117,13 @@ def choose(judge: Judge, settings: Settings, *, shortlist: bool = False) -> Choi
     widths = allowed_widths(judge, settings)
     depth = min(settings.max_depth or judge.depth, judge.depth)
     estimate = judge.estimate(settings.estimator)
-    chains = judge.score([Tree.chain(n) for n in range(depth + 1) if n == 0 or n + 1 in widths])
-    scored: list[Scores] = []
+    lengths = [n for n in range(depth + 1) if n == 0 or n + 1 in widths]
+    families = _families(judge, estimate, widths, depth, settings, shortlist=shortlist)
+    walked = judge.score_families([(Tree.chain(depth).paths, lengths), *families])
+    chains, sorted_trees = walked.take(range(len(lengths))), walked.take(range(len(lengths), len(walked.trees)))
+    scored = [sorted_trees] if sorted_trees.trees else []
     if max(widths) > 1:
-        family_scores = _scored_by_sort if settings.rule == "any" else _scored_by_rule
-        scored = family_scores(judge, estimate, widths, depth, settings, shortlist=shortlist)
+        scored += _scored_by_rule(judge, estimate, widths, depth, settings)
         scored += _by_ratio(judge, estimate, max(widths) - 1, depth, settings)
     sizes = _best_of_each_size(joined(scored), settings) if scored else chains.take([0])
     chain = 0 if len(chains.trees) == 1 else 1 + int(np.argmax(merit(chains, settings)[1:]))
@@ -174,7 +176,7 @@ def joined(parts: Iterable[Scores]) -> Scores:
     )
 
 
-def _scored_by_sort(
+def _families(
     judge: Judge,
     estimate: PathProbabilities,
     widths: set[int],
@@ -182,8 +184,10 @@ def _scored_by_sort(
     settings: Settings,
     *,
     shortlist: bool,
-) -> list[Scores]:
-    """The nested family of every depth cap, at every allowed size."""
+) -> list[Family]:
+    """The nested family of every depth cap, at every allowed size; none under an engine's rule."""
+    if settings.rule != "any" or max(widths) == 1:
+        return []
     ranks, largest = _ranks(settings, depth), max(widths) - 1
     families = [
         frontier(estimate, num_draft_nodes=largest, max_depth=cap, ranks_per_depth=ranks)
@@ -192,7 +196,7 @@ def _scored_by_sort(
     wanted = [_sizes(family, widths, families[:index]) for index, family in enumerate(families)]
     if shortlist and not judge.times.expanded_ms:
         wanted = _shortlisted(judge, families, wanted, settings)
-    return [judge.score_family(f, sizes) for f, sizes in zip(families, wanted, strict=True) if sizes]
+    return [(family.order, sizes) for family, sizes in zip(families, wanted, strict=True) if sizes]
 
 
 def _scored_by_rule(
@@ -201,11 +205,10 @@ def _scored_by_rule(
     widths: set[int],
     depth: int,
     settings: Settings,
-    *,
-    shortlist: bool,
 ) -> list[Scores]:
     """The best trees that the target engine takes, which are not nested; all are replayed, there are few."""
-    del shortlist
+    if settings.rule == "any":
+        return []
     ranks, largest = _ranks(settings, depth), max(widths) - 1
     found: dict[Tree, None] = {}
     for cap in _depth_caps(depth, settings):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
+from topo_search import special
 from topo_search.cost import LatencyTable, Timing
 from topo_search.tree import Tree
 
@@ -102,18 +103,14 @@ def paired_log_se(one: Float[np.ndarray, " prompts"], other: Float[np.ndarray, "
 
 def t_quantile(degrees: int) -> float:
     """Half-width of the central `LEVEL` of Student's t law."""
-    from scipy.special import stdtrit
-
-    return float(stdtrit(degrees, 0.5 + LEVEL / 2))
+    return special.t_quantile(degrees, 0.5 + LEVEL / 2)
 
 
 def confidence(log_difference: float, log_se: float, degrees: int) -> float:
     """Probability that a difference estimated as `log_difference` is above 0."""
-    from scipy.special import stdtr
-
     if log_se == 0:
         return 0.5 if log_difference == 0 else float(log_difference > 0)
-    return float(stdtr(degrees, log_difference / log_se))
+    return special.t_cdf(degrees, log_difference / log_se)
 
 
 def prompts_to_halve(prompts: int) -> int:

@@ -11,17 +11,18 @@ from functools import cached_property
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from topo_search.cost import LatencyTable
 from topo_search.estimates import PathProbabilities, estimate
 from topo_search.prefixes import PrefixTable
 from topo_search.replay import Replay, replay, replay_nested
-from topo_search.search.frontier import Frontier
 from topo_search.search.refine import refine
 from topo_search.search.times import StepTimes
 from topo_search.trace import RankTrace
 from topo_search.tree import Path, Tree
+
+Family = tuple[Sequence[Path], Sequence[int]]  # an order of paths, and how many of the first ones make a tree
 
 _SWAPS = 64  # single nodes exchanged at most
 
@@ -105,8 +106,8 @@ class Judge(Protocol):
     def score(self, trees: Sequence[Tree]) -> Scores:
         """What each tree costs."""
 
-    def score_family(self, family: Frontier, sizes: Sequence[int]) -> Scores:
-        """What the trees of several sizes of one nested family cost."""
+    def score_families(self, families: Sequence[Family]) -> Scores:
+        """What the trees of several sizes of nested families cost, family after family."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +135,17 @@ class ReplayJudge:
     @classmethod
     def of(cls, trace: RankTrace, latency: LatencyTable | None, *, batch: int = 1) -> ReplayJudge:
         """Number the trace's prefixes and look up each row's context."""
-        times = StepTimes.of(latency, batch)
+        return cls._of(trace, latency, batch, PrefixTable.of(trace), StepTimes.of(latency, batch))
+
+    def among(self, prompts: Bool[np.ndarray, " prompts"]) -> ReplayJudge:
+        """The judge of the prompts marked, by the numbers that all paths have already."""
+        rows = np.flatnonzero(prompts[self.trace.prompt_of_row])
+        return self._of(self.trace.of_prompts(prompts), self.latency, self.batch, self.table.among(rows), self.times)
+
+    @classmethod
+    def _of(
+        cls, trace: RankTrace, latency: LatencyTable | None, batch: int, table: PrefixTable, times: StepTimes
+    ) -> ReplayJudge:
         context = 0 if not times.verify_ms or latency is None else latency.nearest_context(trace.contexts, batch=batch)
         keys = trace.prompt_of_row * len(times.contexts) + context  # rises: contexts grow within a prompt
         starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
@@ -142,7 +153,7 @@ class ReplayJudge:
             trace=trace,
             latency=latency,
             batch=batch,
-            table=PrefixTable.of(trace),
+            table=table,
             times=times,
             segment_starts=starts,
             segment_keys=keys[starts],
@@ -183,10 +194,9 @@ class ReplayJudge:
         """
         return self._scores(replay(self.trace, trees, table=self.table), trees)
 
-    def score_family(self, family: Frontier, sizes: Sequence[int]) -> Scores:
-        """Walk the trees of several sizes of one nested family."""
-        walks = replay_nested(self.trace, list(family.order), sizes, table=self.table)
-        return self._scores(walks, [family.tree(size) for size in sizes])
+    def score_families(self, families: Sequence[Family]) -> Scores:
+        """Walk the trees of several sizes of nested families, all at once."""
+        return self._scores(replay_nested(self.trace, families, table=self.table), _trees(families))
 
     def _scores(self, walks: Replay, trees: Sequence[Tree]) -> Scores:
         contexts = len(self.times.contexts)
@@ -258,10 +268,14 @@ class ExpectedJudge:
             all_positions=expected,
         )
 
-    def score_family(self, family: Frontier, sizes: Sequence[int]) -> Scores:
-        """The same for several sizes of one nested family."""
-        return self.score([family.tree(size) for size in sizes])
+    def score_families(self, families: Sequence[Family]) -> Scores:
+        """The same for several sizes of nested families."""
+        return self.score(_trees(families))
 
     @cached_property
     def _known(self) -> dict[Path, float]:
         return dict(zip(self.probabilities.paths, self.probabilities.probabilities.tolist(), strict=True))
+
+
+def _trees(families: Sequence[Family]) -> list[Tree]:
+    return [Tree(tuple(order[:size])) for order, sizes in families for size in sizes]

@@ -25,10 +25,10 @@ from topo_search.search.intervals import (
     time_shares,
 )
 from topo_search.search.judge import ReplayJudge
-from topo_search.trace import RankTrace, TracePrompt
+from topo_search.trace import TracePrompt
 from topo_search.tree import Tree
 
-Procedure = Callable[[RankTrace], tuple[Tree, ...]]  # prompts to choose on -> one tree per alternative
+Procedure = Callable[[ReplayJudge], tuple[Tree, ...]]  # of the prompts to choose on -> one tree per alternative
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,60 +98,53 @@ def fold_of_prompts(prompts: Sequence[TracePrompt], folds: int, seed: int) -> In
     return found
 
 
-def chosen_trees(latency: LatencyTable | None, settings: Settings) -> Procedure:
+def chosen_trees(settings: Settings) -> Procedure:
     """The search as a procedure: plain decoding, best chain and best tree of the prompts given."""
-
-    def procedure(trace: RankTrace) -> tuple[Tree, ...]:
-        judge = ReplayJudge.of(trace, latency, batch=settings.batch)
-        return choose(judge, settings, shortlist=True).trees
-
-    return procedure
+    return lambda judge: choose(judge, settings, shortlist=True).trees
 
 
 def hold_out(
-    trace: RankTrace,
-    latency: LatencyTable | None,
+    judge: ReplayJudge,
     procedure: Procedure,
     fold: Int[np.ndarray, " prompts"],
     *,
-    batch: int = 1,
     scored_folds: Sequence[int] | None = None,
 ) -> HeldOut | None:
     """Score `procedure` on each fold after choosing on all others; None where one side of every split is empty.
 
     Args:
-        trace: all prompts.
-        latency: step times; null where only steps count.
+        judge: of all prompts.
         procedure: everything that chooses.
         fold: of each prompt.
-        batch: at which the table is read.
         scored_folds: the folds to leave out in turn; all by default.
     """
-    parts = []
-    for number in range(int(fold.max(initial=-1)) + 1) if scored_folds is None else scored_folds:
-        ids = {prompt.id for prompt, of in zip(trace.prompts, fold, strict=True) if of == number}
-        others = trace.select(lambda prompt, ids=ids: prompt.id not in ids)  # type: ignore[misc]
-        left_out = trace.select(lambda prompt, ids=ids: prompt.id in ids)  # type: ignore[misc]
-        if len(others.ranks) and len(left_out.ranks):
-            judge = ReplayJudge.of(left_out, latency, batch=batch)
-            parts.append((left_out.prompts, judge.score(procedure(others))))
-    if not parts:
+    rows = np.array([prompt.rows for prompt in judge.trace.prompts])
+    wanted = range(int(fold.max(initial=-1)) + 1) if scored_folds is None else scored_folds
+    numbers = [number for number in wanted if rows[fold == number].any() and rows[fold != number].any()]
+    if not numbers:
         return None
-    prompts = tuple(prompt for some, _ in parts for prompt in some)
-    units = text_units(prompts)
-    steps = np.concatenate([scores.steps for _, scores in parts], axis=1)
-    ms = np.concatenate([scores.ms for _, scores in parts], axis=1)
-    pooled: list[dict[Cell, float]] = [{} for _ in ms]
-    for _, scores in parts:
-        for index, (tree, shares) in enumerate(zip(scores.trees, pooled, strict=True)):
-            used = time_shares(tree, scores.counts[index].sum(axis=0), float(ms[index].sum()))
+    chosen = [procedure(judge.among(fold != number)) for number in numbers]
+    scores = judge.score([tree for trees in chosen for tree in trees])
+    places = [np.flatnonzero(fold == number) for number in numbers]
+    counts = scores.counts.reshape(len(numbers), len(chosen[0]), *scores.counts.shape[1:])
+    ms = scores.ms.reshape(counts.shape[:3])
+    scored = list(zip(counts, ms, places, strict=True))
+    steps = np.concatenate([of_fold[:, place].sum(axis=2) for of_fold, _, place in scored], axis=1)
+    times = np.concatenate([of_fold[:, place] for _, of_fold, place in scored], axis=1)
+    pooled: list[dict[Cell, float]] = [{} for _ in times]
+    for trees, of_fold, place in zip(chosen, counts, places, strict=True):
+        for tree, of_tree, total, shares in zip(trees, of_fold, times.sum(axis=1), pooled, strict=True):
+            used = time_shares(tree, of_tree[place].sum(axis=0), float(total))
             shares.update({cell: shares.get(cell, 0.0) + share for cell, share in used.items()})
+    order = np.concatenate(places)
+    prompts = tuple(judge.trace.prompts[index] for index in order)
+    units = text_units(prompts)
     return HeldOut(
         prompts=prompts,
         units=units,
-        tokens=_per_unit(np.concatenate([scores.tokens for _, scores in parts])[None], units)[0],
+        tokens=_per_unit(scores.tokens[order][None], units)[0],
         steps=_per_unit(steps, units),
-        ms=_per_unit(ms, units),
+        ms=_per_unit(times, units),
         shares=tuple(pooled),
         answer_steps=steps[:, steps[0] > 0],
         workloads=tuple(_workload_of_unit(prompts, units)),

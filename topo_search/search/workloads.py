@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from topo_search.cost import LatencyTable
+import numpy as np
+
 from topo_search.search.choose import Settings, choose, merit
 from topo_search.search.judge import ReplayJudge
 from topo_search.search.selection import chosen_trees, fold_of_prompts, hold_out
-from topo_search.trace import RankTrace
 from topo_search.tree import Tree
 
 _FOLDS = 2  # of one workload: enough to score its own choice fairly, and each fold keeps half of few prompts
@@ -33,33 +33,32 @@ class WorkloadRow:
     loss_on: dict[str, float | None]
 
 
-def workload_rows(trace: RankTrace, latency: LatencyTable | None, settings: Settings) -> list[WorkloadRow]:
+def workload_rows(judge: ReplayJudge, settings: Settings) -> list[WorkloadRow]:
     """A row per workload that has a row of ranks, by name; none where there is only one workload."""
-    names = sorted({prompt.workload for prompt in trace.prompts})
-    parts = {name: trace.select(lambda prompt, name=name: prompt.workload == name) for name in names}  # type: ignore[misc]
-    parts = {name: part for name, part in parts.items() if len(part.ranks)}
-    if len(parts) < 2:
+    workloads = np.array([prompt.workload for prompt in judge.trace.prompts])
+    names = sorted({prompt.workload for prompt in judge.trace.prompts if prompt.rows})
+    if len(names) < 2:
         return []
-    judges = {name: ReplayJudge.of(part, latency, batch=settings.batch) for name, part in parts.items()}
-    trees = {name: choose(judge, settings, shortlist=True).trees[-1] for name, judge in judges.items()}
-    own = {name: _own(part, latency, settings) for name, part in parts.items()}
-    rates = {on: merit(judge.score([trees[name] for name in parts]), settings) for on, judge in judges.items()}
+    judges = {name: judge.among(workloads == name) for name in names}
+    trees = {name: choose(part, settings, shortlist=True).trees[-1] for name, part in judges.items()}
+    own = {name: _own(part, settings) for name, part in judges.items()}
+    rates = {on: merit(part.score(list(trees.values())), settings) for on, part in judges.items()}
     return [
         WorkloadRow(
             workload=name,
-            prompts=len(parts[name].prompts),
+            prompts=len(judges[name].trace.prompts),
             tree=trees[name],
             tokens_per_step=own[name][0],
-            loss_on={on: _loss(float(rates[on][index]), own[on][1]) for on in parts if on != name},
+            loss_on={on: _loss(float(rates[on][index]), own[on][1]) for on in names if on != name},
         )
-        for index, name in enumerate(parts)
+        for index, name in enumerate(names)
     ]
 
 
-def _own(part: RankTrace, latency: LatencyTable | None, settings: Settings) -> tuple[float | None, float | None]:
+def _own(judge: ReplayJudge, settings: Settings) -> tuple[float | None, float | None]:
     """Tokens per step and rate of a workload's own choice, on its prompts that did not make it."""
-    fold = fold_of_prompts(part.prompts, _FOLDS, settings.seed)
-    held = hold_out(part, latency, chosen_trees(latency, settings), fold, batch=settings.batch)
+    fold = fold_of_prompts(judge.trace.prompts, _FOLDS, settings.seed)
+    held = hold_out(judge, chosen_trees(settings), fold)
     if held is None:
         return None, None
     per_step = float(held.tokens.sum() / held.steps[-1].sum())
