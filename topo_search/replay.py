@@ -16,13 +16,15 @@ from topo_search.prefixes import NO_NODE, PrefixTable
 from topo_search.trace import RankTrace
 from topo_search.tree import Path, Tree
 
+_CACHED = 2**20  # rows of all trees that walk at once: what they read and write stays in a core's own cache
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
     """The walks of several trees over one trace.
 
     Attributes:
-        emitted: `[trees, rows]`, int16, what a step starting at each row would emit.
+        emitted: `[trees, rows]`, small integers, what a step starting at each row would emit.
         visited: `[trees, rows]`, whether a step starts there.
         tokens: `[prompts]`, N - 1 of each prompt: what all its steps emit together.
         prompt_of_row: `[rows]`.
@@ -77,7 +79,7 @@ def replay(trace: RankTrace, trees: Iterable[Tree], *, table: PrefixTable | None
     """
     table = table or PrefixTable.of(trace)
     hits = [_hit_lengths(trace, tree, table) for tree in trees]
-    return walk(trace, np.stack(hits) if hits else np.zeros((0, len(trace.ranks)), dtype=np.int16))
+    return walk(trace, np.stack(hits) if hits else np.zeros((0, len(trace.ranks)), dtype=_length_type(table)))
 
 
 def replay_nested(
@@ -92,18 +94,32 @@ def replay_nested(
     """
     table = table or PrefixTable.of(trace)
     hits = [_nested_hit_lengths(table, order, sizes) for order, sizes in families]
-    return walk(trace, np.concatenate([np.zeros((0, len(trace.ranks)), dtype=np.int16), *hits]))
+    return walk(trace, np.concatenate([np.zeros((0, len(trace.ranks)), dtype=_length_type(table)), *hits]))
 
 
 def walk(trace: RankTrace, hits: Int[np.ndarray, "trees rows"]) -> Replay:
     """The walks that follow from how deep each row hits: emitted = min(hit + 1, remaining).
 
-    All prompts of all trees walk at once, each by its index into the flattened `[trees, rows]`.
+    All prompts of as many trees as the cache holds walk at once, each by its index into the flattened `[trees, rows]`.
     """
     remaining = np.minimum(trace.remaining, trace.depth + 1).astype(hits.dtype)  # no step emits more
     emitted = np.minimum(hits + hits.dtype.type(1), remaining)
     visited = np.zeros(emitted.shape, dtype=np.bool_)
-    first_of_tree = np.arange(len(hits))[:, None] * len(trace.ranks)
+    together = max(1, _CACHED // max(len(trace.ranks), 1))
+    for first in range(0, len(hits), together):
+        _mark_starts(trace, emitted[first : first + together], visited[first : first + together])
+    return Replay(
+        emitted=emitted,
+        visited=visited,
+        tokens=np.array([max(prompt.rows, 0) for prompt in trace.prompts], dtype=np.int64),
+        prompt_of_row=trace.prompt_of_row,
+    )
+
+
+def _mark_starts(
+    trace: RankTrace, emitted: Int[np.ndarray, "trees rows"], visited: Bool[np.ndarray, "trees rows"]
+) -> None:
+    first_of_tree = np.arange(len(emitted))[:, None] * len(trace.ranks)
     at, end = (first_of_tree + trace.starts[:-1]).ravel(), (first_of_tree + trace.starts[1:]).ravel()
     emitted_at, visited_at = emitted.reshape(-1), visited.reshape(-1)
     at, end = at[at < end], end[at < end]  # an answer of one token has no step
@@ -112,12 +128,6 @@ def walk(trace: RankTrace, hits: Int[np.ndarray, "trees rows"]) -> Replay:
         at = at + emitted_at[at]
         going = at < end
         at, end = at[going], end[going]
-    return Replay(
-        emitted=emitted,
-        visited=visited,
-        tokens=np.array([max(prompt.rows, 0) for prompt in trace.prompts], dtype=np.int64),
-        prompt_of_row=trace.prompt_of_row,
-    )
 
 
 def _nested_hit_lengths(
@@ -128,7 +138,7 @@ def _nested_hit_lengths(
     nodes = table.find(order)
     entry[nodes[nodes != NO_NODE]] = np.flatnonzero(nodes != NO_NODE) + 1
     wanted = np.array(sizes, dtype=np.int32)[:, None]
-    hits = np.zeros((len(wanted), len(table.node_of_row)), dtype=np.int16)
+    hits = np.zeros((len(wanted), len(table.node_of_row)), dtype=_length_type(table))
     for passed in table.node_of_row.T:
         hits += entry[passed] <= wanted  # NO_NODE = -1 picks the last entry: never
     return hits
@@ -141,10 +151,15 @@ def _hit_lengths(trace: RankTrace, tree: Tree, table: PrefixTable) -> Int[np.nda
         raise MismatchError(
             f"The tree uses rank {tree.max_rank}, but the trace resolves ranks 0 to {trace.resolved_ranks - 1}."
         )
-    inside = np.zeros(len(table.depths) + 1, dtype=np.int16)  # last: no node
+    inside = np.zeros(len(table.depths) + 1, dtype=_length_type(table))  # last: no node
     found = table.find(tree.paths)
     inside[found[found != NO_NODE]] = 1
-    hits = np.zeros(len(table.node_of_row), dtype=np.int16)
+    hits = np.zeros(len(table.node_of_row), dtype=_length_type(table))
     for nodes in table.node_of_row.T:
         hits += inside[nodes]
     return hits
+
+
+def _length_type(table: PrefixTable) -> type[np.signedinteger]:
+    """Bytes where they hold what a step can emit: half the memory to walk through."""
+    return np.int8 if table.node_of_row.shape[1] < np.iinfo(np.int8).max else np.int16
