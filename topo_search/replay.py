@@ -51,7 +51,7 @@ class Replay:
     def all_positions(self) -> Float[np.ndarray, " trees"]:
         """Mean emitted over every row, as if steps started everywhere; usually too high."""
         rows = self.emitted.shape[1]
-        return self.emitted.mean(axis=1) if rows else np.ones(self.emitted.shape[0])
+        return self.emitted.sum(axis=1, dtype=np.int64) / rows if rows else np.ones(self.emitted.shape[0])
 
     def accepted(self, tree: int) -> list[list[int]]:
         """Accepted drafted tokens of every step of one tree, prompt by prompt."""
