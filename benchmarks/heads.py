@@ -81,7 +81,7 @@ def main() -> int:
     prompts = encode_prompts(
         target, packaged_prompts(workload=None, split="all"), max_new_tokens=options.max_new_tokens
     )
-    traces = _traces(target, loaded, prompts, work, options.max_new_tokens)
+    traces = family_traces(target, loaded, prompts, work, options.max_new_tokens)
     filler = prompts[0].tokens
     families = [
         _family(
@@ -111,10 +111,10 @@ def main() -> int:
     return 1 if decoded.get("failures") else 0
 
 
-def _traces(
+def family_traces(
     target: Target, loaded: dict[str, DraftHeads], prompts: Sequence[EncodedPrompt], work: Path, max_new_tokens: int
 ) -> dict[str, RankTrace]:
-    """One answer to every prompt, ranked by all heads."""
+    """One answer to every prompt, ranked by all heads; finished batches are kept in the folder `work`."""
     paths = {name: work / f"{name}.trace.safetensors" for name in loaded}
     empty = {name: empty_trace(target, heads, max_new_tokens=max_new_tokens) for name, heads in loaded.items()}
     traces = {name: read_trace(path) if path.exists() else empty[name] for name, path in paths.items()}

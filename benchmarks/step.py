@@ -2,9 +2,10 @@
 
 The floor of a step is its bare matrix products: every linear layer of the target and its output layer, on the same
 packed weights, one after another on vectors of the right shape, and nothing else. Where the target's layers are fused
-the products are the fused ones (queries, keys and values as one, the gated layer's two halves as one): fewer and larger,
-they are the faster floor. Steps and floors of all widths are timed in one run, interleaved in shuffled order. On a GPU
-the bytes of the weights over the measured copy bandwidth are given too. Drafting is set against the products of the heads that run.
+the products are the fused ones (queries, keys and values as one, both halves of the gated layer as one): fewer and
+larger, they are the faster floor. Steps and floors of all widths are timed in one run, interleaved in shuffled order.
+On a GPU the bytes of the weights over the measured copy bandwidth are given too. Drafting is set against the products
+of the heads that run.
 
     python benchmarks/step.py
 """

@@ -222,7 +222,7 @@ def _standing(
         divergences=divergences,
         mismatches=() if walks is None else tuple(_mismatches(course, answers, walks, repeats[0])),
         predicted_tokens_per_step=None if walks is None else float(walks.tokens_per_step[0]),
-        predicted_tokens_per_s=None if walks is None else _predicted_rate(course.latency, trace, walks, tree),
+        predicted_tokens_per_s=None if walks is None else predicted_rate(course.latency, trace, walks, tree),
         forecast_tokens_per_step=_forecast(course.calibration, tree),
     )
 
@@ -258,7 +258,8 @@ def _tokens_per_s(runs: Sequence[Decoded]) -> float:
     return 1000.0 * tokens / max(sum(run.decode_ms for run in runs), 1e-9)
 
 
-def _predicted_rate(latency: LatencyTable | None, trace: RankTrace, walks: Replay, tree: Tree | None) -> float | None:
+def predicted_rate(latency: LatencyTable | None, trace: RankTrace, walks: Replay, tree: Tree | None) -> float | None:
+    """Tokens after the first per second: one tree's replayed steps, each at its own time in the table."""
     if latency is None or tree is None or tree.verify_width not in latency.widths() or not walks.steps[0]:
         return None
     times = latency.step_ms(verify_width=tree.verify_width, depth=tree.depth)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,11 +61,18 @@ def generate_plain(
     rule: RuleIdentity = GREEDY,
     request: int = 0,
     processors: Sequence[Any] = (),
+    prompt_lookup: int | None = None,
 ) -> Decoded:
-    """transformers' text for one prompt under a rule, with the time of the first token apart."""
-    clock = _FirstToken()
+    """transformers' text for one prompt under a rule, with the time of the first step apart.
+
+    `prompt_lookup` drafts that many tokens from the text so far (transformers' `prompt_lookup_num_tokens`).
+    """
+    clock = _Steps()
     ids = torch.tensor([list(prompt)], device=target.device)
-    with _only(target, greedy_settings(target, max_new_tokens)):
+    settings = greedy_settings(target, max_new_tokens)
+    if prompt_lookup is not None:
+        settings["prompt_lookup_num_tokens"] = prompt_lookup
+    with _only(target, settings):
         start = time.perf_counter()
         output = target.model.generate(  # type: ignore[operator]
             ids,
@@ -77,7 +85,7 @@ def generate_plain(
     return Decoded(
         tokens=tokens,
         end="eos" if tokens[-1] in target.eos_token_ids else "cap",
-        accepted=(0,) * (len(tokens) - 1),
+        accepted=tuple(after - before - 1 for before, after in pairwise(clock.lengths)),
         prefill_ms=1000 * (clock.first - start),
         decode_ms=1000 * (end - clock.first),
     )
@@ -128,12 +136,13 @@ def _only(target: Target, settings: dict[str, Any]) -> Iterator[None]:
 
 
 @dataclass(slots=True)
-class _FirstToken:
-    """A stopping criterion that stops nothing and notes when the first token was there."""
+class _Steps:
+    """A stopping criterion that stops nothing; it notes when the first step was over and the text's length at each."""
 
-    first: float = field(default=0.0)
+    first: float = 0.0
+    lengths: list[int] = field(default_factory=list)
 
     def __call__(self, input_ids: torch.Tensor, _scores: Any, **_: Any) -> torch.Tensor:
-        if not self.first:
-            self.first = time.perf_counter()
+        self.first = self.first or time.perf_counter()
+        self.lengths.append(input_ids.shape[1])
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)

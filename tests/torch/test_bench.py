@@ -21,6 +21,7 @@ from topo_search.decode.plan import TreePlan
 from topo_search.errors import CheckError, InputError
 from topo_search.heads.medusa import MedusaHeads
 from topo_search.identity import sampling_rule
+from topo_search.reference import generate_plain
 from topo_search.replay import replay
 from topo_search.target import Target
 from topo_search.trace import RankTrace
@@ -289,3 +290,14 @@ def test_a_race_at_a_temperature_is_as_fair_as_a_greedy_one() -> None:
         if found.name != "generate":
             assert found.predicted_tokens_per_step == pytest.approx(found.tokens_per_step, abs=1e-12)
     assert standing(result, "best tree").stats != standing(raced(), "best tree").stats
+
+
+def test_prompt_lookup_writes_the_same_text_in_fewer_steps() -> None:
+    """Its accepted tokens add up to the text after the first step, as ours do."""
+    target, prompt = target_of("llama"), PROMPTS[0] * 4
+    plain = generate_plain(target, prompt, max_new_tokens=24)
+    found = generate_plain(target, (*prompt, *plain.tokens, *prompt), max_new_tokens=24, prompt_lookup=4)
+    expected = generate_plain(target, (*prompt, *plain.tokens, *prompt), max_new_tokens=24)
+    assert found.tokens == expected.tokens
+    assert sum(accepted + 1 for accepted in found.accepted) in range(len(found.tokens) - 5, len(found.tokens))
+    assert len(found.accepted) <= len(expected.accepted) == 23

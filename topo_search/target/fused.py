@@ -164,7 +164,7 @@ def _agree(layer: Any, fused: FusedLayer, rotary: nn.Module, fused_rotary: Fused
 def _stacked(linears: list[nn.Linear]) -> nn.Linear:
     """One layer whose output is theirs side by side."""
     biases = [linear.bias for linear in linears if linear.bias is not None]
-    weight = torch.cat([linear.weight for linear in linears])
+    weight = torch.cat([linear.weight.detach() for linear in linears])
     assert len(biases) in (0, len(linears))
     return _linear(weight, torch.cat(biases) if biases else None)
 
@@ -178,5 +178,5 @@ def _side_by_side(linear: nn.Linear, head_dim: int) -> nn.Linear:
 def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    linear.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+    linear.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
     return linear
