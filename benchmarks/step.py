@@ -17,7 +17,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from topo_search.decode.modes import MODES, new_step, ready_mode
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.device import device_record
@@ -45,6 +46,7 @@ Call = Callable[[], object]
 def main() -> int:
     options = _options()
     target = load_target(options.target, dtype=options.dtype, device=options.device)
+    target = replace(target, mode=ready_mode(options.mode, options.device))
     heads = load_heads(options.heads, target)
     with torch.inference_mode():
         calls = _calls(target, heads, options.context)
@@ -55,6 +57,7 @@ def main() -> int:
         "heads": asdict(heads.identity),
         "device": device_record(target),
         "attention": target.attention,
+        "mode": target.mode,
         "context": options.context,
         "rounds": options.rounds,
         "bandwidth_floor_ms": _bandwidth_floor_ms(target),
@@ -116,7 +119,7 @@ def _drafted(step: TreeStep, state: Callable[[], DecodeState]) -> None:
 
 def _step(target: Target, heads: DraftHeads, tree: Tree, capacity: int) -> TreeStep:
     plan = plan_tree(tree, capacity=capacity, window=target.window, dtype=target.dtype, device=target.device)
-    return TreeStep(target, heads, plan)
+    return new_step(target, heads, plan)
 
 
 def _linears(module: nn.Module) -> list[nn.Module]:
@@ -182,6 +185,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--heads", default="demo-medusa")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--mode", choices=MODES, default="auto")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)

@@ -21,6 +21,7 @@ import torch
 
 from topo_search.cost import OK, OUT_OF_MEMORY, LatencyTable, Timing
 from topo_search.decode.cache import SlotCache
+from topo_search.decode.modes import new_step
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.device import device_record
@@ -32,7 +33,6 @@ from topo_search.search.frontier import frontier
 from topo_search.target.adapter import Target
 from topo_search.tree import Tree
 
-EAGER = "eager"
 EDGE_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 16, 17, 20, 24, 31, 32, 33, 48, 63, 64, 65)
 _RANKS_TIMED = 10  # ranks per depth in the timed draft; ranking more of them costs next to nothing
 # Any falling rank table spreads the timed trees over ranks and depths; only their width and depth cost time.
@@ -137,7 +137,7 @@ def _table(bench: _Bench, samples: dict[str, list[float | None]], provenance: di
         target=bench.target.identity,
         heads=bench.heads.identity,
         device=device_record(bench.target),
-        mode=EAGER,
+        mode=bench.target.mode,
         attention=bench.target.attention,
         provenance=provenance,
     )
@@ -187,7 +187,7 @@ class _Bench:
             steps={width: _step(target, heads, timed_tree(width - 1, depth), longest) for width in grid.widths},
             draft_steps={d: _step(target, heads, _deep_tree(d), longest) for d in range(1, depth + 1)},
             failed=set(),
-            key=repr((target.identity, heads.identity, grid, target.attention, device_record(target))),
+            key=repr((target.identity, heads.identity, grid, target.attention, target.mode, device_record(target))),
         )
 
     def cells(self) -> list[Cell]:
@@ -271,7 +271,7 @@ def _deep_tree(depth: int) -> Tree:
 
 def _step(target: Target, heads: DraftHeads, tree: Tree, capacity: int) -> TreeStep:
     plan = plan_tree(tree, capacity=capacity, window=target.window, dtype=target.dtype, device=target.device)
-    return TreeStep(target, heads, plan)
+    return new_step(target, heads, plan)
 
 
 def _require_fit(target: Target, grid: MeasureGrid) -> None:

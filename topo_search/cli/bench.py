@@ -46,6 +46,7 @@ def bench(
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = "auto",
 ) -> None:
     """Race the contenders on the same prompts, check the text and the predicted counts.
 
@@ -58,7 +59,7 @@ def bench(
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
     settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "tokenizer": tokenizer}
-    model = load_model(target, **settings)
+    model = load_model(target, **settings, mode=mode)
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
 
     from topo_search.bench import Course
@@ -99,7 +100,7 @@ def _race(course: Course, contenders: list[Contender], *, as_json: bool) -> None
     note(f"Both sides decode with {settings}; ignored: {neutralised(course.target) or 'nothing'}")
     with progress("Racing") as advance:
         result = race(course, contenders, progress=lambda done, total: advance(done, total, "answers"))
-    _report(result, as_json=as_json)
+    _report(result, mode=course.target.mode, as_json=as_json)
     if result.failures:
         raise CheckError("The race broke a promise:\n  " + "\n  ".join(result.failures))
 
@@ -147,9 +148,9 @@ def _figures(
     """Trace and table for forecast and predicted rate; one that nobody named is left out where it does not fit.
 
     Raises:
-        MismatchError: one was named and is of another target, other heads, another rule or another device.
+        MismatchError: one was named and is of another target, other heads, another rule, device or mode.
     """
-    from topo_search.cli.decoding import require_device
+    from topo_search.cli.decoding import require_device, require_mode
     from topo_search.cli.inputs import newest_or_shipped, require_fit
     from topo_search.errors import MismatchError
     from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
@@ -179,10 +180,11 @@ def _figures(
         _require_same_models(table, model, heads, allow_mismatch=allow_mismatch)
         device = None if table is None else table.device.get("name")
         require_device("The latency table", device, model, allow_mismatch=allow_mismatch)
+        require_mode("The latency table", None if table is None else table.mode, model, allow_mismatch=allow_mismatch)
     except MismatchError:
         if latency is not None:
             raise
-        note(f"{table_path} is of another target, heads or device, so no rate is predicted.")
+        note(f"{table_path} is of another target, heads, device or mode, so no rate is predicted.")
         table = None
     return calibration, table
 
@@ -197,12 +199,12 @@ def _require_same_models(
         require_fit("The file named", found.heads, heads.identity, allow_mismatch=allow_mismatch)
 
 
-def _report(result: RaceResult, *, as_json: bool) -> None:
+def _report(result: RaceResult, *, mode: str, as_json: bool) -> None:
     from topo_search.report.console import note, stdout
     from topo_search.report.tables import race_table, ratio_lines
 
     if as_json:
-        print(json.dumps(_as_json(result), indent=2))  # noqa: T201
+        print(json.dumps(_as_json(result) | {"mode": mode}, indent=2))  # noqa: T201
         return
     stdout().print(race_table(result))
     for line in ratio_lines(result):

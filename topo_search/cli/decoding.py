@@ -43,6 +43,21 @@ def fitting_tree(
     return found
 
 
+def require_mode(what: str, mode: str | None, target: Target, *, allow_mismatch: bool) -> None:
+    """Refuse, or with the flag warn about, times of another execution mode than the decoder's; unknown fits.
+
+    Raises:
+        MismatchError: the modes differ and the flag is off.
+    """
+    if mode is not None and mode != target.mode:
+        refuse_mismatch(
+            what,
+            [f"mode is {mode!r}, not {target.mode!r}"],
+            allow_mismatch=allow_mismatch,
+            way_out=f"run topo-search measure --mode {target.mode}, or decode with --mode {mode}",
+        )
+
+
 def require_device(what: str, device: str | None, target: Target, *, allow_mismatch: bool) -> None:
     """Refuse, or with the flag warn about, times that were measured on another device; unknown fits.
 

@@ -39,6 +39,7 @@ def generate(
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = "auto",
 ) -> None:
     """Decode one prompt, or chat; the text is that of plain decoding, greedy or drawn with the same seed.
 
@@ -52,7 +53,7 @@ def generate(
     if raw and prompt is None:
         raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
-    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
+    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, mode=mode)
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
     shape = fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch, rule=rule).tree
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -28,17 +29,28 @@ T = TypeVar("T")
 
 
 def load_model(
-    target: str, *, dtype: str, device: str, attention: str, tokenizer: str | None, pack: bool = True
+    target: str,
+    *,
+    dtype: str,
+    device: str,
+    attention: str,
+    tokenizer: str | None,
+    mode: str = "auto",
+    pack: bool = True,
 ) -> Target:
-    """The target, with a word about what happens while it loads."""
-    note(f"Loading target {target} ({dtype}, {device}) ...")
+    """The target, ready to decode in `mode`, with a word about what happens while it loads."""
+    from topo_search.decode.modes import ready_mode
+
+    ready = ready_mode(mode, device)
+    note(f"Loading target {target} ({dtype}, {device}, {ready}) ...")
     from transformers.utils import logging
 
     from topo_search.target import load_target
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    return load_target(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, pack=pack)
+    loaded = load_target(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, pack=pack)
+    return replace(loaded, mode=ready)
 
 
 def load_draft_heads(heads: str, target: Target, *, dtype: str | None = None) -> DraftHeads:

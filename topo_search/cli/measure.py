@@ -31,6 +31,7 @@ def measure(
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = "auto",
 ) -> None:
     """Time the decoder's step at every verify width and several contexts.
 
@@ -41,7 +42,7 @@ def measure(
     from topo_search.cli.inputs import load_draft_heads, load_model
 
     grid = _grid(max_width=max_width, quick=quick, contexts=contexts, rounds=rounds, seed=seed)
-    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
+    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, mode=mode)
     run_measure(model, load_draft_heads(heads, model, dtype=heads_dtype), grid, out=out, target=target, heads=heads)
 
 

@@ -24,6 +24,10 @@ HeadsDtype = Annotated[
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel="Model")]
 Device = Annotated[str, typer.Option(help="Torch device, e.g. cpu or cuda.", rich_help_panel="Model")]
 Attention = Annotated[str, typer.Option(help="auto, grouped, sdpa or eager.", rich_help_panel="Model")]
+Mode = Annotated[
+    str,
+    typer.Option(help="auto, eager, or graph (CUDA graphs); auto takes the fastest ready.", rich_help_panel="Model"),
+]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Hub name or folder of another tokenizer.", rich_help_panel="Model")
 ]

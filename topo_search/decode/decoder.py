@@ -16,6 +16,7 @@ import torch
 
 from topo_search.decode.cache import SlotCache
 from topo_search.decode.ending import Ending, StopStrings
+from topo_search.decode.modes import GraphStep, new_step
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.probe import probe
 from topo_search.decode.processors import path_safe, require_stateless
@@ -238,6 +239,10 @@ class TreeDecoder:
         # One plan per depth, so that near the position limit the tree loses the nodes that have no position.
         depths = range(self.tree.depth + 1) if self.target.position_limit else [self.tree.depth]
         self._steps = [self._new_step(self.tree.pruned(depth)) for depth in depths]
+        with torch.inference_mode():
+            for step in self._steps:
+                if isinstance(step, GraphStep) and step.plan.tree == self.tree:
+                    step.prepare(self._cache)
 
     def _new_step(self, tree: Tree) -> TreeStep:
         plan = plan_tree(
@@ -247,7 +252,7 @@ class TreeDecoder:
             dtype=self.target.dtype,
             device=self.target.device,
         )
-        return TreeStep(self.target, self.heads, plan)
+        return new_step(self.target, self.heads, plan)
 
     def _step_at(self, length: int) -> TreeStep:
         limit = self.target.position_limit

@@ -69,13 +69,17 @@ class TreeStep:
         Returns:
             The emitted tokens: the accepted drafted ones and the target's own choice after them.
         """
-        hidden = self.tree_states(state.cache)
-        scores = self.target.logits(hidden)
+        hidden, scores = self.tree_scores(state.cache)
         slots, root = accepted_path(scores, self.input_ids[0], self.plan, state.sampler, state.text)
         emitted = torch.cat([self.input_ids[0, slots[1:]], root])
         state.cache.keep(slots)
         state.root, state.fresh = root, hidden[slots]
         return emitted
+
+    def tree_scores(self, cache: SlotCache) -> tuple[Float[Tensor, "width hidden"], Float[Tensor, "width vocab"]]:
+        """Hidden states and logits of every slot of the filled-in tree."""
+        hidden = self.tree_states(cache)
+        return hidden, self.target.logits(hidden)
 
     def tree_states(self, cache: SlotCache) -> Float[Tensor, "width hidden"]:
         """Hidden states of every slot of the filled-in tree, written behind the committed text."""

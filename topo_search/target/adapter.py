@@ -19,6 +19,8 @@ from topo_search.decode.cache import SlotCache
 from topo_search.identity import TargetIdentity
 from topo_search.ranking import best_token
 
+EAGER, GRAPH = "eager", "graph"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
@@ -38,6 +40,7 @@ class Target:
         note: what a reader of latencies must know of how the weights are held, or None.
         logit_scale: factor between the output layer and the model's own logits.
         logit_cap: soft cap behind it, or None.
+        mode: execution mode of its decode steps, see `decode.modes`.
     """
 
     model: nn.Module
@@ -53,6 +56,7 @@ class Target:
     note: str | None = None
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    mode: str = EAGER
     _cache_argument: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
