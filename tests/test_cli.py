@@ -129,8 +129,13 @@ def test_optimize_asks_optuna(run: Run, calibrated: list[object], tmp_path: Path
     assert first["study"]["tried"] <= 4
     assert (tmp_path / "trees/study.db").is_file()
     code, out, _ = run(*asked)
-    assert json.loads(out)["study"] == first["study"]
+    tried = first["study"]["tried"]
+    assert first["study"]["known"] == 0
+    assert json.loads(out)["study"] == first["study"] | {"known": tried}
     assert json.loads(out)["paths"] == first["paths"]
+    code, _, err = run(*asked[:-1])
+    assert code == 0, err
+    assert not tried or f"went on from {tried} trees tried before" in err
     race = ["--objective", "race", "--prompts", "mine.jsonl", "--max-new-tokens", 6]
     code, out, err = run(*asked, *race, "--repeats", 1, *calibrated)
     assert code == 0, err
@@ -150,15 +155,45 @@ def test_optimize_from_an_accuracy_table(run: Run, tmp_path: Path) -> None:
     assert result["tokens_per_step"] == pytest.approx(1.99)
     assert (result["intervals"], result["tokens_per_s"]) == (None, None)
     assert result["assumptions"]["law"] == "every position alike, each depth independent of the path"
+    code, out, err = run(*asked[:-1])
+    assert code == 0, err
+    assert "own" not in out
+    assert max(map(len, out.splitlines())) <= 80
+    table.write_text('{"rank_table": [[0.6, NaN]]}')
+    _refused(run(*asked), "mine.json", "holds NaN", "write 0")
+    table.write_text("[[0.6, 0.2], [0.4]]")
+    _refused(run(*asked), "mine.json", '{"rank_table": [[...], ...]}')
     table.write_text(json.dumps({"rank_table": [[0.6, 0.5]]}))
     _refused(run(*asked), "mine.json", "add up to 1.1")
     _refused(run("optimize", "--accuracies", table, "--budget", 4), "mine.json")
 
 
-def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[object]) -> None:
+def test_optimize_says_which_file_was_given_for_which(run: Run) -> None:
+    folder = packaged("calibration/demo")
+    trace, latency = folder / "demo.trace.safetensors", folder / "demo.latency.json"
+    _refused(run("optimize", "--trace", latency), "demo.latency.json is a latency table", "give it as --latency")
+    _refused(run("optimize", "--latency", trace), "demo.trace.safetensors is a rank trace", "give it as --trace")
+
+
+def test_export_writes_nothing_into_the_installation(run: Run, tmp_path: Path) -> None:
+    shipped = next(packaged("trees/reference").rglob("*.tree.json"))
+    before = sorted(shipped.parent.iterdir())
+    code, _, err = run("export", shipped, "--to", "dot")
+    assert code == 0, err
+    assert sorted(shipped.parent.iterdir()) == before
+    assert [path.suffix for path in (tmp_path / "trees").iterdir()] == [".dot"]
+
+
+def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[object], tmp_path: Path) -> None:
     _refused(run("optimize", "--objective", "race"), "--strategy optuna", "--target")
     _refused(run("optimize", "--target", "demo"), "--objective race")
     _refused(run("optimize", "--accuracies", "a.json", "--strategy", "optuna"), "--accuracies")
+    table = tmp_path / "mine.json"
+    table.write_text('{"rank_table": [[0.6, 0.1]]}')
+    idle = ["--trace", "x.trace.safetensors", "--refine", "swaps", "--workload", "code"]
+    _refused(run("optimize", "--accuracies", table, *idle), "mine.json", "--trace x.trace.safetensors", "swaps", "code")
+    _refused(run("optimize", "--trials", 5), "--strategy optuna", "--trials 5")
+    _refused(run("optimize", "--num-prompts", 5), "--objective race", "--num-prompts 5")
     _refused(run("optimize", "--folds", 1), "folds", "at least 2")
     _refused(run("optimize", "--max-depth", 0), "max depth")
     _refused(run("optimize", "--batch", 2, "--budget", 4), "batch 2", "--batch one of these")

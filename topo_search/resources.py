@@ -9,6 +9,7 @@ from pathlib import Path
 from topo_search.errors import InputError
 
 _PACKAGE = Path(__file__).resolve().parent
+_SHIPPED = ("calibration", "heads", "trees")
 
 
 def packaged(name: str) -> Path:
@@ -21,3 +22,10 @@ def packaged(name: str) -> Path:
         if (root / name).exists():
             return root / name
     raise InputError(f"This installation of topo-search lacks its file {name}; reinstall it.")
+
+
+def is_packaged(path: Path) -> bool:
+    """Whether a file came with topo-search, so that nothing may be written beside it."""
+    whole = path.resolve()
+    roots = (_PACKAGE / "_data", _PACKAGE.parent)
+    return any(whole.is_relative_to(root / folder) for root in roots for folder in _SHIPPED)

@@ -35,6 +35,7 @@ def answer(latency: LatencyTable | None, trace: RankTrace = TRACE, **changes: An
         (CHEAP, {"budget": 1}, ["no tree could be tried", "--budget", "topo-search measure"]),
         (latency_table({1: 10.0}), {}, ["no other width within the budget has a time", "topo-search measure"]),
         (None, {"objective": "tokens-per-step"}, ["Asked for tokens per step", "Width 9 has no time"]),
+        (None, {"objective": "tokens-per-step", "budget": 1}, ["plain decoding, 1 token per step", "Raise --budget"]),
         (DEAR, {"objective": "tokens-per-step"}, ["Asked for tokens per step", "so plain decoding is faster"]),
     ],
 )
@@ -56,8 +57,16 @@ def test_the_verdict_names_batch_context_rule_and_temperature() -> None:
 
 
 def test_every_assumption_is_stated() -> None:
-    said = basis(answer(CHEAP, seed=7).assumptions)
-    for word in ("estimator backoff", "12 prompts, 480 positions", "5 folds by prompt", "one-se", "seed 7"):
+    found = answer(CHEAP, seed=7, max_depth=2)
+    said = basis(found.assumptions, found.result.settings)
+    for word in (
+        "estimator backoff",
+        "12 prompts, 480 positions",
+        "5 folds by prompt",
+        "rule any, refine none, max depth 2",
+        "one-se",
+        "seed 7",
+    ):
         assert word in said
 
 

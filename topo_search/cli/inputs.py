@@ -25,6 +25,10 @@ _SHIPPED = {
     TRACE_SUFFIX: "calibration/demo/demo.trace.safetensors",
     LATENCY_SUFFIX: "calibration/demo/demo.latency.json",
 }
+_SNIFFED = 4096  # bytes of a file's head in which its format is named
+TRACE, LATENCY = "rank trace", "latency table"
+_MARKS = {TRACE: b"topo-search/trace", LATENCY: b'"topo-search/latency"', "tree": b'"topo-search/tree"'}
+_OPTION = {TRACE: "--trace", LATENCY: "--latency", "tree": "a tree (show, export, bench --tree)"}
 T = TypeVar("T")
 
 
@@ -128,6 +132,22 @@ def newest_or_shipped(given: Path | None, suffix: str) -> Path | None:
         return packaged(_SHIPPED[suffix])
     except InputError:
         return None
+
+
+def require_kind(path: Path, wanted: str) -> None:
+    """Refuse a file that is one of ours, but of another kind: two options were swapped.
+
+    Raises:
+        InputError: says what the file is, and which option takes it.
+    """
+    try:
+        with path.open("rb") as file:
+            head = file.read(_SNIFFED)
+    except OSError:
+        return  # the reader says what is wrong
+    found = next((kind for kind, mark in _MARKS.items() if mark in head), wanted)
+    if found != wanted:
+        raise InputError(f"{path} is a {found}, but {_OPTION[wanted]} takes a {wanted}; give it as {_OPTION[found]}.")
 
 
 def is_shipped(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,6 +67,9 @@ class Pick(StrEnum):
     best = "best"
 
 
+_OF_TRACES = {"trace", "workload", "estimator", "refine", "folds", "resamples", "allow_mismatch"}
+_OF_STUDIES = {"trials", "storage"}
+_OF_RACES = {"heads", "prompts", "num_prompts", "max_new_tokens", "repeats", "dtype", "device"}
 _LISTED = 4096  # paths taken from an accuracy table; more where the budget is larger
 _SEARCH, _SURE, _STUDY = "Search", "How sure", "Optuna"
 
@@ -89,7 +93,10 @@ RuleOption = Annotated[
 ]
 PickOption = Annotated[
     Pick,
-    typer.Option(help="Smallest tree within one standard error of the best, or the best.", rich_help_panel=_SEARCH),
+    typer.Option(
+        help="Smallest tree within one standard error of the best, or the best; tokens-per-step takes the best.",
+        rich_help_panel=_SEARCH,
+    ),
 ]
 MaxDepthOption = Annotated[int | None, typer.Option(help="No deeper nodes.", rich_help_panel=_SEARCH)]
 MaxRankOption = Annotated[int | None, typer.Option(help="No higher ranks; 0 = likeliest.", rich_help_panel=_SEARCH)]
@@ -99,7 +106,11 @@ ResamplesOption = Annotated[int, typer.Option(help="Of the prompts, for interval
 SeedOption = Annotated[int, typer.Option(help="Of folds, resamples and sampler.", rich_help_panel=_SURE)]
 TrialsOption = Annotated[int, typer.Option(help="Distinct trees in the whole study.", rich_help_panel=_STUDY)]
 StorageOption = Annotated[
-    str | None, typer.Option(help="Optuna URL; a SQLite file in --out by default.", rich_help_panel=_STUDY)
+    str | None,
+    typer.Option(
+        help="Optuna URL; a SQLite file in --out by default. The same question continues its study there.",
+        rich_help_panel=_STUDY,
+    ),
 ]
 RaceTarget = Annotated[str | None, typer.Option(help="Model to race, e.g. demo.", rich_help_panel=_STUDY)]
 RaceHeads = Annotated[str, typer.Option(help="Draft heads to race.", rich_help_panel=_STUDY)]
@@ -157,7 +168,8 @@ def optimize(
     from topo_search.cli.optimized import report
     from topo_search.search.choose import Settings
 
-    _require_consistent(objective, strategy, rule, target, accuracies=accuracies is not None, trace=trace is not None)
+    _require_consistent(objective, strategy, rule, target)
+    _require_used(asked)
     settings = Settings(
         budget=budget,
         objective="tokens-per-step" if objective is Objective.tokens_per_step else "throughput",
@@ -176,9 +188,7 @@ def optimize(
     report(found, origin, out, as_json=as_json, study=study)
 
 
-def _require_consistent(
-    objective: Objective, strategy: Strategy, rule: Rule, target: str | None, *, accuracies: bool, trace: bool
-) -> None:
+def _require_consistent(objective: Objective, strategy: Strategy, rule: Rule, target: str | None) -> None:
     from topo_search.errors import InputError
 
     if objective is Objective.race and (strategy is not Strategy.optuna or target is None):
@@ -187,17 +197,44 @@ def _require_consistent(
         raise InputError("--target is what --objective race runs; without a race, optimize loads no model.")
     if strategy is Strategy.optuna and rule is not Rule.any:
         raise InputError("A study keeps no engine's rule; leave out --rule or --strategy optuna.")
-    if accuracies and (trace or strategy is Strategy.optuna):
-        raise InputError("--accuracies stands for a trace; leave out --trace and --strategy optuna.")
+
+
+def _require_used(asked: dict[str, Any]) -> None:
+    """Refuse options that the others leave without effect.
+
+    Raises:
+        InputError: names them and what they need.
+    """
+    from topo_search.errors import InputError
+
+    defaults = inspect.signature(optimize).parameters
+    given = {name for name, value in asked.items() if value != defaults[name].default}
+    study = {"strategy"} if asked["strategy"] is Strategy.optuna else set()
+    if asked["accuracies"] is not None and (idle := sorted(given & _OF_TRACES | study)):
+        raise InputError(
+            f"--accuracies {asked['accuracies']} stands for a trace and has no prompts, so "
+            f"{_named(idle, asked)} would have no effect; leave out one or the other."
+        )
+    if asked["strategy"] is not Strategy.optuna and (idle := sorted(given & _OF_STUDIES)):
+        raise InputError(f"Without --strategy optuna, {_named(idle, asked)} would have no effect; leave it out.")
+    if asked["objective"] is not Objective.race and (idle := sorted(given & _OF_RACES)):
+        raise InputError(f"Without --objective race, {_named(idle, asked)} would have no effect; leave it out.")
+
+
+def _named(options_: list[str], asked: dict[str, Any]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')} {asked[name]}" for name in options_)
 
 
 def _from_accuracies(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, Origin, dict[str, Any] | None]:
     """The search on a table of accuracies, which knows no models: a latency table must be named."""
+    from topo_search.cli.inputs import LATENCY, require_kind
     from topo_search.cli.optimized import Origin
     from topo_search.estimates import independent
     from topo_search.files.latency_file import read_latency
     from topo_search.search.assess import assess_accuracies
 
+    if asked["latency"] is not None:
+        require_kind(asked["latency"], LATENCY)
     table = None if asked["latency"] is None else read_latency(asked["latency"])
     found = _accuracies(asked["accuracies"])
     listed = independent(found.rank_table, max(_LISTED, settings.budget), repeat_last=found.repeat_last)
@@ -217,7 +254,7 @@ def _accuracies(path: Path) -> AccuracyTable:
 
 
 def _from_trace(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, Origin, dict[str, Any] | None]:
-    from topo_search.cli.inputs import is_shipped, newest_or_shipped
+    from topo_search.cli.inputs import TRACE, is_shipped, newest_or_shipped, require_kind
     from topo_search.cli.optimized import Origin
     from topo_search.errors import InputError
     from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
@@ -226,6 +263,7 @@ def _from_trace(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, 
     trace_path = newest_or_shipped(asked["trace"], TRACE_SUFFIX)
     if trace_path is None:
         raise InputError("No rank trace in ./calibration: run topo-search calibrate, or name one with --trace.")
+    require_kind(trace_path, TRACE)
     ranks = _of_workload(read_trace(trace_path), asked["workload"])
     note(
         f"Trace {trace_path}: {len(ranks.prompts)} prompts, {len(ranks.ranks)} positions, "
@@ -273,7 +311,7 @@ def _table_for(
     Raises:
         MismatchError: the table was measured with another target or other heads.
     """
-    from topo_search.cli.inputs import is_shipped, newest_or_shipped, require_fit
+    from topo_search.cli.inputs import LATENCY, is_shipped, newest_or_shipped, require_fit, require_kind
     from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
     from topo_search.identity import differing_fields
     from topo_search.report.console import note
@@ -282,6 +320,7 @@ def _table_for(
     path = newest_or_shipped(given, LATENCY_SUFFIX)
     if path is None:
         return None, None
+    require_kind(path, LATENCY)
     table = read_latency(path)
     differs = differing_fields(table.target, trace.target) + differing_fields(table.heads, trace.heads)
     if differs and given is None and (is_shipped(path) or objective is Objective.tokens_per_step):

@@ -39,16 +39,31 @@ def report(found: Assessment, origin: Origin, out: Path, *, as_json: bool, study
     stdout().print(comparison_table(found))
     if found.workloads:
         stdout().print(workload_table(found.workloads))
-    for line in (verdict(found), *_details(found), basis(found.assumptions)):
+    for line in (verdict(found), *_details(found), basis(found.assumptions, found.result.settings)):
         note(line)
     for warning in found.warnings:
         note(f"Warning: {warning}")
     if study:
-        note(f"Study: {', '.join(f'{key} {value}' for key, value in study.items())}")
+        note(_study_line(study))
     for name, file in files.items():
         note(f"Wrote {file} ({name})")
     tree, chain = files[TREE], files[CHAIN]
-    note(f"Next: topo-search show {tree}, or topo-search bench --tree {tree} --chain {chain}")
+    note(f"Next: topo-search show {tree}, topo-search generate --tree {tree} PROMPT, or ")
+    note(f"topo-search bench --tree {tree} --chain {chain}")
+
+
+def _study_line(study: dict[str, Any]) -> str:
+    """What a study did and where it is kept."""
+    if not study["tried"]:
+        return "Study: nothing to try: no width above 1 may win."
+    known = f"went on from {study['known']} trees tried before" if study["known"] else "new"
+    gain = study["value"] / study["seed_value"] - 1
+    return (
+        f"Study {study['name']} in {study['storage']}: {known}; {study['tried']} trees, {study['pruned']} given up; "
+        f"best {study['value']:.4g} against {study['seed_value']:.4g} of the exact search's tree ({100 * gain:+.2f} %)."
+        " "
+        "The same command with more --trials goes on; another --storage or --out begins anew."
+    )
 
 
 def answer_json(found: Assessment, files: dict[str, Path], study: dict[str, Any] | None) -> dict[str, Any]:

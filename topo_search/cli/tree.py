@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from topo_search.cli import options
+
 TreeArgument = Annotated[Path, typer.Argument(metavar="TREE", help="A *.tree.json file.")]
 
 
@@ -26,7 +28,9 @@ def show(tree: TreeArgument) -> None:
 def export(
     tree: TreeArgument,
     to: Annotated[str, typer.Option(help="masks, medusa, dot or graphml.")],
-    out: Annotated[Path | None, typer.Option(help="Output file; beside the tree by default.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Output file; beside the tree by default, in ./trees for a shipped one.")
+    ] = None,
 ) -> None:
     """Write a tree for a decoder or a drawing program.
 
@@ -37,11 +41,13 @@ def export(
     from topo_search.files.atomic import write_bytes
     from topo_search.files.tree_file import TREE_SUFFIX, read_tree
     from topo_search.report.console import note
+    from topo_search.resources import is_packaged
 
     if to not in EXPORTERS:
         raise InputError(f"Unknown export {to!r}; choose one of {', '.join(EXPORTERS)}.")
     exporter = EXPORTERS[to]
-    path = out or tree.with_name(tree.name.removesuffix(TREE_SUFFIX) + exporter.suffix)
+    folder = options.TREES_FOLDER if is_packaged(tree) else tree.parent
+    path = out or folder / (tree.name.removesuffix(TREE_SUFFIX) + exporter.suffix)
     write_bytes(path, exporter.to_bytes(read_tree(tree)))
     note(f"Wrote {path}")
 

@@ -26,6 +26,7 @@ from topo_search.files.reading import naming, read_text
 
 MAX_BYTES = 16 * 2**20
 _TOLERANCE = 1e-3  # published shares are rounded, so their sum may pass 1 by that much
+_NOT_FINITE = re.compile(r"\bNaN\b|-?\bInfinity\b")
 _CUMULATIVE = re.compile(r"(?:.*/)?medusa(\d+)_top(\d+)")
 
 
@@ -64,7 +65,14 @@ def read_accuracies(path: Path) -> AccuracyTable:
     with naming(path):
         if file.suffix.lower() == ".csv":
             return _from_csv(text, name)
+        if (unknown := _NOT_FINITE.search(text)) is not None:
+            raise InputError(
+                f"It holds {unknown[0]}, but a probability is a number from 0 to 1: write 0 for a rank that is never "
+                "right, and leave out a depth that was not measured, with those below it."
+            )
         raw = parse_json("The file", text)
+        if isinstance(raw, list) and raw and isinstance(raw[0], list):
+            raise InputError('It is a bare list of depths; give them their name: {"rank_table": [[...], ...]}.')
         if isinstance(raw, list):
             return acceptance_vector(raw, source="Sequoia's acceptance vector")
         if not isinstance(raw, dict) or "rank_table" not in raw:

@@ -12,20 +12,34 @@ from topo_search.search.optimize import PLAIN, Alternative
 from topo_search.search.workloads import WorkloadRow
 
 _UNKNOWN = "-"
+_COUNTED = ("tokens_per_step", "own score", "all positions")
+_TIMED = ("step_ms", "tokens/s", "speed-up")
+_HEADERS = {"own score": "own\nscore", "all positions": "all\npositions"}
+_TRACE_WORDS = (
+    "On prompts that did not choose the tree (below: 95 % interval)",
+    "own score: on the prompts that chose it, often too high; all positions: steps start everywhere",
+)
+_ACCURACIES_WORDS = (
+    "As the accuracies let expect, if no depth depends on the path before it",
+    "step_ms: mean over all measured contexts alike, since no prompt says how long its context is",
+)
 
 
 def comparison_table(found: Assessment) -> Table:
     """Plain decoding, best chain and best tree side by side, with 95 % intervals below each figure."""
-    table = Table(
-        title="On prompts that did not choose the tree (below: 95 % interval)",
-        caption="own score: on the prompts that chose it, often too high; all positions: steps start everywhere",
-        show_lines=True,
-    )
+    title, caption = _TRACE_WORDS if found.assumptions.prompts is not None else _ACCURACIES_WORDS
+    table = Table(title=title, caption=caption, show_lines=True, padding=0)  # whole on 80 columns
     table.add_column("", no_wrap=True)
-    for name in ("tokens_per_step", "own score", "all positions", "step_ms", "tokens/s", "speed-up"):
-        table.add_column(name, justify="right", no_wrap=True)
+    timed = any(own.step_ms is not None for own in found.result.alternatives[1:])
+    names = _COUNTED + (_TIMED if timed else ())
+    if found.assumptions.prompts is None:  # every position alike: the three counts are one
+        names = tuple(name for name in names if name not in _COUNTED[1:])
+    for name in names:
+        table.add_column(_HEADERS.get(name, name), justify="right", no_wrap=True)
     for own in found.result.alternatives:
-        table.add_row(*_cells(found, own))
+        shape, *cells = _cells(found, own)
+        shown = dict(zip(_COUNTED + _TIMED, cells, strict=True))
+        table.add_row(shape, *(shown[name] for name in names))
     return table
 
 

@@ -23,7 +23,8 @@ _ASCII_MARKS = ("x", ".")
 
 def show_tree(tree_file: TreeFile) -> RenderableType:
     """The tree's branches above its mask; the mask stops at 40 columns and says so."""
-    return Group(_branches(tree_file), Text(""), _Mask(tree_file.tree))
+    known = [Text("%: share of positions at which the text takes the node's path, as estimated")]
+    return Group(_branches(tree_file), *(known if tree_file.probabilities else []), Text(""), _Mask(tree_file.tree))
 
 
 def node_name(path: Path) -> str:

@@ -88,16 +88,29 @@ def heads_table(found: HeadsDescription) -> Table:
     listed = "the whole vocabulary" if found.shortlist is None else f"a shortlist of {found.shortlist} tokens"
     rows = {
         "family": f"{found.kind}, stored as {found.layout} in {found.dtype}, fingerprint {found.fingerprint}",
-        **{key: str(value) for key, value in found.shape.items() if value is not None},
+        **{key: _plain_words(value) for key, value in found.shape.items() if value is not None},
         "projection": "one per head" if found.projection == "own" else "the target's output layer",
         "drafts from": listed,
         "parameters": f"{found.num_parameters:,}, {100 * found.share:.2f} % of the target's "
         f"{found.target_parameters:,} ({_CLAIMED_SHARE})",
-        **{key: str(value) for key, value in found.record.items()},
+        **{key: _plain_words(value) for key, value in found.record.items()},
     }
     for name, value in rows.items():
         table.add_row(Text(name), Text(value))
     return table
+
+
+def _plain_words(value: object) -> str:
+    """A recorded value for people: `key value` pairs and lists by commas, whatever lies inside in brackets."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_inner_words(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_inner_words(item) for item in value)
+    return str(value)
+
+
+def _inner_words(value: object) -> str:
+    return f"({_plain_words(value)})" if isinstance(value, dict | list | tuple) else str(value)
 
 
 def ratio_lines(result: RaceResult) -> list[str]:

@@ -116,6 +116,7 @@ class StudyResult:
     Attributes:
         tree, value: the best tree tried; the earliest of equals, so the seed unless something beats it.
         seed_value: of the first seed.
+        known: distinct trees that earlier runs had tried.
         tried, pruned: distinct trees finished, and how many of them were given up as hopeless.
         reproducible: false where several processes worked at the same time.
     """
@@ -123,6 +124,7 @@ class StudyResult:
     tree: Tree
     value: float
     seed_value: float
+    known: int
     tried: int
     pruned: int
     reproducible: bool
@@ -151,6 +153,7 @@ def run_study(
     if settings.trials < 1:
         raise InputError(f"A study of {settings.trials} trials is none; give --trials of at least 1.")
     study = open_study(settings)
+    known = len(_distinct(study))
     abandoned = _release_abandoned(study)
     if not any(trial.user_attrs.get("seed") == 0 for trial in _distinct(study)):
         for index, tree in enumerate(seeds):
@@ -164,7 +167,7 @@ def run_study(
         _try(study, *asked, objective)
         if progress:
             progress(done + 1, settings.trials, f"best {study.best_value:.4g}")
-    return _result(study)
+    return _result(study, known)
 
 
 def open_study(settings: StudySettings) -> Study:
@@ -307,7 +310,7 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _result(study: Study) -> StudyResult:
+def _result(study: Study, known: int) -> StudyResult:
     found = _distinct(study)
     complete = [trial for trial in found if trial.value is not None and trial.state.name == "COMPLETE"]
     best = max(complete, key=lambda trial: (trial.value, -trial.number))
@@ -318,6 +321,7 @@ def _result(study: Study) -> StudyResult:
         tree=Tree.parse(json.loads(best.user_attrs[_TREE])),
         value=best.value,
         seed_value=seed.value,
+        known=known,
         tried=len(found),
         pruned=len(found) - len(complete),
         reproducible=not any(trial.user_attrs.get(_ALONGSIDE) for trial in found),

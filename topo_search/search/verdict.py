@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from topo_search.search.assess import Assessment, Assumptions
+from topo_search.search.choose import Settings
 from topo_search.search.intervals import Figure
 from topo_search.search.optimize import PLAIN, TREE
 
@@ -24,12 +25,15 @@ def scope(held: Assumptions) -> str:
     return f"Holds for {', '.join(words)}."
 
 
-def basis(held: Assumptions) -> str:
-    """The assumptions in one line."""
+def basis(held: Assumptions, settings: Settings) -> str:
+    """The assumptions in one line, with what was asked of the search."""
+    caps = {"max depth": settings.max_depth, "max rank": settings.max_rank}
+    asked = [f"rule {settings.rule}", f"refine {settings.refine}"]
+    asked += [f"{name} {cap}" for name, cap in caps.items() if cap is not None]
     prompts = "" if held.prompts is None else f"{held.prompts} prompts, {held.positions} positions, "
     return (
-        f"Assumes: estimator {held.estimator}; {held.law}; {prompts}{held.split}; pick {held.pick}; "
-        f"seed {held.seed}, {held.resamples} resamples."
+        f"Assumes: estimator {held.estimator}; {held.law}; {prompts}{held.split}; "
+        f"{', '.join(asked)}; pick {held.pick}; seed {held.seed}, {held.resamples} resamples."
     )
 
 
@@ -56,6 +60,11 @@ def _asked_for(found: Assessment) -> str:
     """Tokens per step were asked for, whatever they cost."""
     best = found.figures(TREE)
     own = found.result[TREE]
+    if not own.tree.paths:
+        return (
+            "Asked for tokens per step: plain decoding, 1 token per step; a budget of "
+            f"{found.result.settings.budget} holds no draft node of any probability. Raise --budget."
+        )
     honest = None if best is None else best.tokens_per_step
     how = "by its own score" if found.assumptions.prompts is not None else "as the accuracies let expect"
     per_step = f"{own.tokens_per_step:.3f} tokens per step {how}" if honest is None else _per_step(honest)
