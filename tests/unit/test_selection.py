@@ -266,3 +266,15 @@ def test_caps_are_kept(drawn: RankTrace) -> None:
     assert found.trees[-1].max_rank == 1
     assert found.trees[1] == Tree.chain(2)
     assert len(NAMES) == len(found.trees)
+
+
+def test_the_judge_of_some_prompts_is_that_of_their_own_trace(drawn: RankTrace) -> None:
+    """Counted and walked among the numbers of the whole trace, chosen as if the others had never been recorded."""
+    kept = np.arange(20) % 3 > 0
+    alone = ReplayJudge.of(drawn.of_prompts(kept), FLAT)
+    among = ReplayJudge.of(drawn, FLAT).among(kept)
+    for estimator in ("joint", "backoff", "independent"):
+        one, other = (choose(judge, settings(16, estimator=estimator)) for judge in (alone, among))
+        assert one.sizes.trees == other.sizes.trees
+        assert one.alternatives.trees == other.alternatives.trees
+        assert (one.alternatives.counts == other.alternatives.counts).all()
