@@ -163,7 +163,7 @@ def _agree(layer: Any, fused: FusedLayer, rotary: nn.Module, fused_rotary: Fused
 
 def _stacked(linears: list[nn.Linear]) -> nn.Linear:
     """One layer whose output is theirs side by side."""
-    biases = [linear.bias for linear in linears if linear.bias is not None]
+    biases: list[Tensor] = [linear.bias for linear in linears if linear.bias is not None]
     weights: list[Tensor] = [linear.weight for linear in linears]
     assert len(biases) in (0, len(linears))
     return _linear(torch.cat(weights), torch.cat(biases) if biases else None)
