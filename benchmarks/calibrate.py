@@ -36,9 +36,9 @@ from topo_search.device import device_record
 from topo_search.files.atomic import write_text
 from topo_search.files.prompts import packaged_prompts
 from topo_search.heads import DraftHeads, load_heads
-from topo_search.measure import timed_ms
 from topo_search.provenance import provenance
 from topo_search.target import Target, load_target
+from topo_search.timed_steps import timed_ms
 from topo_search.tree import Tree
 
 RESULTS = Path(__file__).parent / "results"

@@ -34,12 +34,12 @@ from topo_search.heads import DraftHeads
 from topo_search.heads.hydra import HydraHeads, HydraShape, untrained_hydra
 from topo_search.heads.medusa import MedusaHeads, untrained_blocks
 from topo_search.identity import HeadsIdentity
-from topo_search.measure import is_out_of_memory, timed_ms, timed_tree
 from topo_search.provenance import provenance
 from topo_search.ranking import best_token
 from topo_search.target import Target
 from topo_search.target.attention import suited_attention
 from topo_search.target.load import DTYPES, make_target
+from topo_search.timed_steps import is_out_of_memory, timed_ms, timed_tree
 from topo_search.tree import Tree
 
 RESULTS = Path(__file__).parent / "results"

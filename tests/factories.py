@@ -14,7 +14,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from topo_search.cost import LatencyTable, Timing
+from topo_search.cost import WHATEVER_EXPANDED, LatencyTable, Timing
 from topo_search.identity import GREEDY, HeadsIdentity, TargetIdentity
 from topo_search.trace import PAST_END, RankTrace, TracePrompt
 from topo_search.tree import Path, Tree
@@ -90,11 +90,11 @@ def latency_table(
     *,
     contexts: Mapping[int, float] | None = None,
 ) -> LatencyTable:
-    """Step times by width, times a factor per context, plus draft times by depth from 1 up."""
+    """Step times by width, times a factor per context, plus draft times by depth from 1 up, whatever is expanded."""
     factors = contexts or {16: 1.0}
     return LatencyTable(
         verify={(1, c, width): timing(ms * factor) for c, factor in factors.items() for width, ms in verify_ms.items()},
-        draft={(1, depth): timing(ms) for depth, ms in enumerate(draft_ms, start=1)},
+        draft={(1, depth, WHATEVER_EXPANDED): timing(ms) for depth, ms in enumerate(draft_ms, start=1)},
         target=TARGET,
         heads=HEADS,
         device={"name": "test"},

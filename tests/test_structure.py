@@ -23,7 +23,7 @@ LAYERS = (
     },
     {
         *("ranking", "target", "heads", "decode", "training", "answers", "calibrate", "measure", "device"),
-        *("compare", "reference", "bench", "race_objective", "recording"),
+        *("compare", "reference", "bench", "race_objective", "recording", "timed_steps"),
     },
     {"report", "cli", "__main__"},
 )

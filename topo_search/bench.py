@@ -22,6 +22,7 @@ from topo_search.heads.base import DraftHeads
 from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.reference import generate_plain
 from topo_search.replay import Replay, replay
+from topo_search.search.times import StepTimes
 from topo_search.stats import DecodeStats
 from topo_search.target.adapter import Target
 from topo_search.trace import RankTrace
@@ -260,9 +261,11 @@ def _tokens_per_s(runs: Sequence[Decoded]) -> float:
 
 def predicted_rate(latency: LatencyTable | None, trace: RankTrace, walks: Replay, tree: Tree | None) -> float | None:
     """Tokens after the first per second: one tree's replayed steps, each at its own time in the table."""
-    if latency is None or tree is None or tree.verify_width not in latency.widths() or not walks.steps[0]:
+    if latency is None or tree is None or not walks.steps[0]:
         return None
-    times = latency.step_ms(verify_width=tree.verify_width, depth=tree.depth)
+    times = StepTimes.of(latency, 1).tree_ms(tree)
+    if np.isnan(times).any():
+        return None
     visited = walks.visited[0]
     total_ms = float(times[latency.nearest_context(trace.contexts[visited])].sum())
     return 1000.0 * int(walks.tokens.sum()) / total_ms

@@ -1,15 +1,22 @@
 """`LatencyTable`: measured step times, and what one step of a tree costs by them.
 
-A step's time is the verify part (tree forward, acceptance, cache commit) at its width and context plus the draft part
-(draft heads and their ranking) at the tree's depth; both are timed inside the decoder's own step. Plain decoding is
-width 1 and runs no head. Nothing is smoothed or extrapolated: a width that was not measured cannot win, and a step's
-context is taken from the nearest one measured.
+A step's time is the verify part (tree forward, acceptance, cache commit, the host's bookkeeping) at its width and
+context plus the draft part (draft heads and their ranking); both are timed inside the decoder's own step. Plain
+decoding is width 1 and runs no head. A width that was not measured cannot win, and a step's context is taken from the
+nearest one measured. Drafts are priced by `DraftTimes`, and beyond what was measured they have no price.
+
+Medians say what a shape costs, undisturbed. A decode pays for the sum of its steps, so for their mean: every time is
+multiplied by what the means of all shapes together exceed their medians by. That changes no comparison of two trees.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import bisect
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,19 +24,93 @@ from jaxtyping import Float, Int
 
 from topo_search.errors import InputError
 from topo_search.identity import HeadsIdentity, TargetIdentity
+from topo_search.tree import Tree
 
 OK, OUT_OF_MEMORY = "ok", "out of memory"
+WHATEVER_EXPANDED = 0  # expanded nodes of a draft that costs the same whatever the tree expands below its root
+
+DraftCell = tuple[int, int]  # depth, nodes expanded at every depth below the root
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """One shape's repeated timing; times are null where the shape ran out of memory."""
+    """One shape's repeated timing; times are null where the shape ran out of memory, the mean where it is unknown."""
 
     median_ms: float | None
+    mean_ms: float | None = None
     p10_ms: float | None
     p90_ms: float | None
     count: int
     status: str = OK
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTimes:
+    """What drafting a tree costs at one batch, by the nodes it expands at each depth.
+
+    Heads that draft all depths in one call are timed by depth alone. Others run one call per depth over that depth's
+    expanded nodes, and are timed on trees that expand equally many nodes at every depth below the root: D(depth, n).
+    The call at depth k over n nodes costs D(k + 1, n) - D(k, n), linear between the counts measured, and a draft costs
+    the sum of its calls. A tree of a measured shape so costs exactly what it was timed at.
+
+    Attributes:
+        ms: by (depth, expanded nodes); depth 1 expands the root alone and is listed with 1 node.
+    """
+
+    ms: Mapping[DraftCell, float]
+
+    @property
+    def by_expanded(self) -> bool:
+        """Whether it matters how many nodes are expanded."""
+        return any(expanded != WHATEVER_EXPANDED for _, expanded in self.ms)
+
+    def of(self, tree: Tree) -> float:
+        """Draft time of one step; 0 for plain decoding, where no head runs; NaN beyond what was measured."""
+        weights = self.weights(tree)
+        return math.nan if weights is None else math.fsum(weight * self.ms[cell] for cell, weight in weights.items())
+
+    def weights(self, tree: Tree) -> dict[DraftCell, float] | None:
+        """How often each timing enters a tree's draft time; None where one that it needs is missing."""
+        if not tree.depth or (tree.depth, WHATEVER_EXPANDED) in self.ms:
+            return {(tree.depth, WHATEVER_EXPANDED): 1.0} if tree.depth else {}
+        if (1, 1) not in self.ms:
+            return None
+        found: Counter[DraftCell] = Counter({(1, 1): 1.0})
+        for depth, expanded in enumerate(expanded_by_depth(tree)[1:], start=1):
+            deeper = self._between(depth + 1, expanded)
+            before = self._between(depth, expanded) if depth > 1 else {(1, 1): 1.0}
+            if deeper is None or before is None:
+                return None
+            found.update(deeper)
+            found.subtract(before)
+        return {cell: weight for cell, weight in found.items() if weight}
+
+    def _between(self, depth: int, expanded: int) -> dict[DraftCell, float] | None:
+        """The measured counts around `expanded` at that depth, weighted linearly."""
+        counts = self._counts.get(depth, [])
+        at = bisect.bisect_left(counts, expanded)
+        if at == len(counts):
+            return None
+        if counts[at] == expanded:
+            return {(depth, expanded): 1.0}
+        if at == 0:
+            return None
+        below, above = counts[at - 1], counts[at]
+        share = (expanded - below) / (above - below)
+        return {(depth, below): 1 - share, (depth, above): share}
+
+    @cached_property
+    def _counts(self) -> dict[int, list[int]]:
+        found: dict[int, list[int]] = {}
+        for depth, expanded in sorted(self.ms):
+            found.setdefault(depth, []).append(expanded)
+        return found
+
+
+def expanded_by_depth(tree: Tree) -> list[int]:
+    """Expanded nodes of a tree at each depth, the root's first."""
+    counts = Counter(len(path) for path in {path[:-1] for path in tree.paths})
+    return [counts[depth] for depth in range(tree.depth)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +119,14 @@ class LatencyTable:
 
     Attributes:
         verify: timing by (batch, context_tokens, verify_width).
-        draft: timing by (batch, depth), depth 1 up to the number of heads.
+        draft: timing by (batch, depth, expanded nodes at every depth below the root); see `DraftTimes`.
         device: name, kind, threads and versions of where it was measured.
         mode: execution mode, part of the table's key; tables of different modes never mix.
         attention: attention backend.
     """
 
     verify: dict[tuple[int, int, int], Timing]
-    draft: dict[tuple[int, int], Timing]
+    draft: dict[tuple[int, int, int], Timing]
     target: TargetIdentity
     heads: HeadsIdentity
     device: dict[str, Any]
@@ -63,33 +144,38 @@ class LatencyTable:
         known = {width for b, _, width in self.verify if b == batch}
         return [w for w in sorted(known) if all(self._median((batch, c, w)) is not None for c in contexts)]
 
-    def step_ms(self, *, verify_width: int, depth: int, batch: int = 1) -> Float[np.ndarray, " contexts"]:
-        """Step time at each measured context.
+    def step_ms(self, tree: Tree, *, batch: int = 1) -> Float[np.ndarray, " contexts"]:
+        """Expected step time of a tree at each measured context.
 
         Raises:
-            InputError: the width or the draft depth was not measured.
+            InputError: its width, or a draft as deep or with as many expanded nodes as its own, was not measured.
         """
-        times = [self._median((batch, context, verify_width)) for context in self.contexts(batch)]
+        times = [self._median((batch, context, tree.verify_width)) for context in self.contexts(batch)]
         if not times or any(time is None for time in times):
             raise InputError(
-                f"The latency table has no time for verify width {verify_width} at batch {batch}; measured: "
+                f"The latency table has no time for verify width {tree.verify_width} at batch {batch}; measured: "
                 f"{_listed(self.widths(batch))}. Run topo-search measure for more widths."
             )
-        step: np.ndarray = np.array(times, dtype=np.float64) + self.draft_ms(depth, batch=batch)
+        draft_ms = self.draft_times(batch).of(tree)
+        if math.isnan(draft_ms):
+            raise InputError(
+                f"The latency table has no draft time for depth {tree.depth} with {_listed(expanded_by_depth(tree))} "
+                f"expanded nodes by depth at batch {batch}; run topo-search measure again."
+            )
+        step: np.ndarray = (np.array(times, dtype=np.float64) + draft_ms) * self.mean_over_median
         return step
 
-    def draft_ms(self, depth: int, *, batch: int = 1) -> float:
-        """Time of drafting to `depth`; 0 for plain decoding, where no head runs.
+    def draft_times(self, batch: int = 1) -> DraftTimes:
+        """What drafting costs at a batch, in medians."""
+        known = {(depth, n): timing.median_ms for (at, depth, n), timing in self.draft.items() if at == batch}
+        return DraftTimes(ms={cell: ms for cell, ms in known.items() if ms is not None})
 
-        Raises:
-            InputError: that depth was not measured.
-        """
-        if depth == 0:
-            return 0.0
-        timing = self.draft.get((batch, depth))
-        if timing is None or timing.median_ms is None:
-            raise InputError(f"The latency table has no draft time for depth {depth}; run topo-search measure again.")
-        return timing.median_ms
+    @property
+    def mean_over_median(self) -> float:
+        """Mean over median of all timings together, by which single medians are too low for a sum of steps."""
+        timed = [timing for timing in (*self.verify.values(), *self.draft.values()) if timing.mean_ms is not None]
+        medians = math.fsum(timing.median_ms or 0.0 for timing in timed)
+        return math.fsum(timing.mean_ms or 0.0 for timing in timed) / medians if medians else 1.0
 
     def nearest_context(self, contexts: Int[np.ndarray, " steps"], *, batch: int = 1) -> Int[np.ndarray, " steps"]:
         """Index of the measured context nearest to each given one, the smaller one between two."""

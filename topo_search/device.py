@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,54 @@ def device_record(target: Target) -> dict[str, Any]:
         "packed_weights": target.packed,
         "weights": target.note,
     }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLoad:
+    """What else a host did while something was timed.
+
+    Attributes:
+        load_before: processes that ran or waited in the minute before; null where the system does not say.
+        other_cpu_share: share of all cores' time that other processes, or other guests of the same machine, took.
+    """
+
+    load_before: float | None
+    other_cpu_share: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class HostWatch:
+    """Started before a measurement; tells afterwards whether it had the host for itself."""
+
+    load_before: float | None
+    _busy: float | None
+    _own: float
+    _clock: float
+
+    @classmethod
+    def start(cls) -> HostWatch:
+        """From now on."""
+        load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+        return cls(load, _busy_seconds(), time.process_time(), time.monotonic())
+
+    def load(self) -> HostLoad:
+        """Until now."""
+        busy, elapsed = _busy_seconds(), time.monotonic() - self._clock
+        share = None
+        if busy is not None and self._busy is not None and elapsed > 0:
+            others = busy - self._busy - (time.process_time() - self._own)
+            share = round(max(others, 0.0) / (elapsed * (os.cpu_count() or 1)), 4)
+        return HostLoad(load_before=self.load_before, other_cpu_share=share)
+
+
+def _busy_seconds() -> float | None:
+    """Time that all cores together spent at work since the start, stolen time included; Linux alone tells."""
+    try:
+        first = Path("/proc/stat").read_text(encoding="utf-8").splitlines()[0].split()
+        user, nice, system, _idle, _iowait, *rest = (int(ticks) for ticks in first[1:9])
+    except (OSError, ValueError, IndexError):
+        return None
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
 
 
 def _cpu_name() -> str:

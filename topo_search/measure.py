@@ -1,18 +1,16 @@
 """Time the decoder's own step on the device: every shape warmed up, in shuffled order, synchronised, median and spread.
 
-Each timed step drafts, verifies and commits exactly as decoding does, from real text in the cache. Its two halves are
-recorded apart, since the verify half depends on width and context, the draft half on the tree's depth. The order of
-shapes is reshuffled every round, so a machine that drifts slows all shapes alike.
+What is timed is in `timed_steps`. The order of shapes is reshuffled every round, so a machine that drifts slows all
+shapes alike. Times that other work disturbed are taken again, as far as a bound on extra time allows.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import random
-import time
+import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +18,23 @@ import numpy as np
 import torch
 
 from topo_search.cost import OK, OUT_OF_MEMORY, LatencyTable, Timing
-from topo_search.decode.cache import SlotCache
-from topo_search.decode.modes import new_step
-from topo_search.decode.plan import plan_tree
-from topo_search.decode.step import DecodeState, TreeStep
-from topo_search.device import device_record
+from topo_search.device import HostWatch, device_record
 from topo_search.errors import InputError
-from topo_search.estimates import independent
 from topo_search.files.atomic import write_text
-from topo_search.heads.base import DraftContext, DraftHeads
-from topo_search.search.frontier import frontier
+from topo_search.heads.base import DraftHeads
 from topo_search.target.adapter import Target
-from topo_search.tree import Tree
+from topo_search.timed_steps import DRAFT, VERIFY, Cell, TimedSteps
 
 EDGE_WIDTHS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 15, 16, 17, 20, 24, 31, 32, 33, 48, 63, 64, 65)
-_RANKS_TIMED = 10  # ranks per depth in the timed draft; ranking more of them costs next to nothing
-# Any falling rank table spreads the timed trees over ranks and depths; only their width and depth cost time.
-_SPREAD = (0.5, 0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.015, 0.01, 0.008)
+EXPANDED = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _WARM_UPS = 2
+_OUTLIER_MADS = 5.0  # scaled median deviations above the median that no undisturbed step takes
+_SCALED_MAD = 1.4826  # of a normal law's sigma
+_LEAST_DEVIATION = 0.01  # of the median: few rounds may agree by chance
+_WIDE_SPREAD = 3.0  # times the usual spread: a shape that needs more rounds
+_EXTRA_PASSES, _EXTRA_SHARE = 3, 0.2  # the most passes over disturbed shapes, and of all timings
 
 Progress = Callable[[int, int], None]  # rounds done, rounds in all
-Cell = tuple[str, int, int]  # ("verify", context, width) or ("draft", 0, depth)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +45,16 @@ class MeasureGrid:
         widths: verify widths, 1 (plain decoding) always among them.
         contexts: committed tokens in the cache.
         rounds: timings per shape.
+        batches: sequences that one step serves.
+        expanded: nodes expanded at every depth of a timed draft, for heads that pay for them; 1 is always timed.
         seed: order of shapes.
     """
 
     widths: tuple[int, ...]
     contexts: tuple[int, ...]
     rounds: int
+    batches: tuple[int, ...] = (1,)
+    expanded: tuple[int, ...] = (1,)
     seed: int = 0
 
     @classmethod
@@ -64,7 +62,7 @@ class MeasureGrid:
         cls, *, max_width: int, rounds: int = 9, contexts: tuple[int, ...] = (128, 512), seed: int = 0
     ) -> MeasureGrid:
         """Every width up to the bound."""
-        return cls(widths=tuple(range(1, max_width + 1)), contexts=contexts, rounds=rounds, seed=seed)
+        return cls._upto(max_width, range(1, max_width + 1), rounds=rounds, contexts=contexts, seed=seed)
 
     @classmethod
     def quick(
@@ -72,7 +70,26 @@ class MeasureGrid:
     ) -> MeasureGrid:
         """The widths at which kernels change, and their neighbours."""
         widths = {width for width in EDGE_WIDTHS if width <= max_width} | {1, max_width}
-        return cls(widths=tuple(sorted(widths)), contexts=contexts, rounds=rounds, seed=seed)
+        return cls._upto(max_width, sorted(widths), rounds=rounds, contexts=contexts, seed=seed)
+
+    @classmethod
+    def _upto(cls, max_width: int, widths: Sequence[int], **others: Any) -> MeasureGrid:
+        """With all that a tree of `max_width` can expand at one depth: every such node needs a child of its own."""
+        most = max(1, (max_width - 1) // 2)
+        expanded = sorted({count for count in EXPANDED if count < most} | {most})
+        return cls(widths=tuple(widths), expanded=tuple(expanded), **others)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Samples:
+    """Milliseconds taken so far, by cell, and how many were taken again."""
+
+    times: dict[str, list[float]]
+    taken_again: int = 0
+
+    def of(self, cell: Cell) -> list[float]:
+        """Of one shape."""
+        return self.times.setdefault(cell.name, [])
 
 
 def measure(
@@ -90,55 +107,131 @@ def measure(
     Args:
         target, heads: as they will serve.
         grid: what to time.
-        text: token ids of real text that fill the cache, at least the longest context plus one; repeated if shorter.
+        text: token ids of real text that fill the cache, another stretch every round; repeated if it is short.
         partial: file that keeps finished rounds, so that a killed run continues.
-        provenance: recorded in the table.
+        provenance: recorded in the table, with how often a shape was timed again and what else the host did.
         progress: called after every round.
 
     Raises:
         InputError: a context does not fit the target's positions, or `partial` is of another run.
     """
-    _require_fit(target, grid)
-    bench = _Bench.build(target, heads, grid, text)
-    samples = _load_partial(partial, bench.key)
-    cells = bench.cells()
+    _require_fit(target, grid, text)
+    key = repr((target.identity, heads.identity, grid, target.attention, target.mode, device_record(target)))
+    samples = _load_partial(partial, key)
+    host = HostWatch.start()
+
+    def save() -> None:
+        if partial:
+            write_text(partial, json.dumps({"key": key, "samples": samples.times, "taken_again": samples.taken_again}))
+
     with torch.inference_mode():
-        for cell in cells:
-            for _ in range(_WARM_UPS):
-                bench.time(cell)
-        done = min((len(samples.get(_name(cell), ())) for cell in cells if cell not in bench.failed), default=0)
-        for number in range(done, grid.rounds):
-            order = [cell for cell in cells if cell not in bench.failed]
-            random.Random(grid.seed * 1009 + number).shuffle(order)
-            for cell in order:
-                samples.setdefault(_name(cell), []).append(bench.time(cell))
-            if partial:
-                write_text(partial, json.dumps({"key": bench.key, "samples": samples}))
-            if progress:
-                progress(number + 1, grid.rounds)
+        steps = TimedSteps.of(
+            target,
+            heads,
+            text,
+            batches=grid.batches,
+            contexts=grid.contexts,
+            widths=grid.widths,
+            expanded=grid.expanded,
+        )
+        _take_rounds(steps, grid, samples, save, progress)
+        _take_again(steps, grid, samples, save)
     if partial:
         partial.unlink(missing_ok=True)
-    return _table(bench, samples, provenance or {})
+    record = {"taken_again": samples.taken_again, "host": asdict(host.load())}
+    return _table(steps, samples, (provenance or {}) | {"timing": record})
 
 
-def _table(bench: _Bench, samples: dict[str, list[float | None]], provenance: dict[str, Any]) -> LatencyTable:
-    verify: dict[tuple[int, int, int], Timing] = {}
-    draft: dict[tuple[int, int], Timing] = {}
-    for cell in bench.cells():
-        kind, context, size = cell
-        timing = _timing([t for t in samples.get(_name(cell), []) if t is not None], failed=cell in bench.failed)
-        if kind == "verify":
-            verify[1, context, size] = timing
-        else:
-            draft[1, size] = timing
+def _take_rounds(
+    steps: TimedSteps, grid: MeasureGrid, samples: _Samples, save: Callable[[], None], progress: Progress | None
+) -> None:
+    """Warm every shape up, then time all that a file does not hold yet."""
+    cells = steps.cells()
+    steps.fill(0)
+    for cell in cells:
+        for _ in range(_WARM_UPS):
+            steps.time(cell)
+    done = min((len(samples.of(cell)) for cell in cells if cell not in steps.failed), default=0)
+    for number in range(done, grid.rounds):
+        steps.fill(number)
+        for cell in in_turn(cells, random.Random(grid.seed * 1009 + number)):
+            _take(steps, samples, cell)
+        save()
+        if progress:
+            progress(number + 1, grid.rounds)
+
+
+def in_turn(cells: Sequence[Cell], rng: random.Random) -> list[Cell]:
+    """All cells in shuffled order, a verify before every draft as long as there are enough."""
+    verifies, drafts = ([cell for cell in cells if cell.kind == kind] for kind in (VERIFY, DRAFT))
+    rng.shuffle(verifies)
+    rng.shuffle(drafts)
+    after = dict(zip(rng.sample(range(len(verifies)), min(len(verifies), len(drafts))), drafts, strict=False))
+    order = [cell for at, verify in enumerate(verifies) for cell in (verify, *([after[at]] if at in after else []))]
+    return order + drafts[len(after) :]
+
+
+def _take_again(steps: TimedSteps, grid: MeasureGrid, samples: _Samples, save: Callable[[], None]) -> None:
+    """Replace times that other work disturbed, and take more of shapes that scatter far more than the rest."""
+    left = int(_EXTRA_SHARE * sum(len(times) for times in samples.times.values())) - samples.taken_again
+    for number in range(_EXTRA_PASSES):
+        cells = [cell for cell in steps.cells() if cell not in steps.failed and samples.of(cell)]
+        wide = _scattered({cell: samples.of(cell) for cell in cells})
+        found = [cell for cell in cells for _ in disturbed(samples.of(cell))] + [cell for cell in cells if cell in wide]
+        if not found or left <= 0:
+            return
+        steps.fill(grid.rounds + number)
+        random.Random(grid.seed * 1009 + grid.rounds + number).shuffle(found)
+        for cell in found[:left]:
+            outliers = disturbed(samples.of(cell))
+            if outliers:
+                del samples.of(cell)[outliers[-1]]
+            _take(steps, samples, cell)
+        left -= len(found)
+        samples.taken_again += min(len(found), left + len(found))
+        save()
+
+
+def disturbed(times_ms: Sequence[float]) -> list[int]:
+    """Indices of times far above what their own scatter explains, the largest last."""
+    median = statistics.median(times_ms)
+    deviation = _SCALED_MAD * statistics.median(abs(time - median) for time in times_ms)
+    bound = median + _OUTLIER_MADS * max(deviation, _LEAST_DEVIATION * median)
+    return sorted((at for at, time in enumerate(times_ms) if time > bound), key=lambda at: times_ms[at])
+
+
+def _scattered(times_ms: dict[Cell, list[float]]) -> set[Cell]:
+    """Shapes whose spread, over their median, is far above the usual one of their kind."""
+    found: set[Cell] = set()
+    for kind in (VERIFY, DRAFT):
+        spreads = {cell: _relative_spread(times) for cell, times in times_ms.items() if cell.kind == kind}
+        usual = statistics.median(spreads.values()) if spreads else 0.0
+        bound = _WIDE_SPREAD * max(usual, _LEAST_DEVIATION)
+        found |= {cell for cell, spread in spreads.items() if spread > bound}
+    return found
+
+
+def _relative_spread(times_ms: Sequence[float]) -> float:
+    p10, median, p90 = np.percentile(times_ms, (10, 50, 90))
+    return float((p90 - p10) / median)
+
+
+def _take(steps: TimedSteps, samples: _Samples, cell: Cell) -> None:
+    elapsed = steps.time(cell)
+    if elapsed is not None:
+        samples.of(cell).append(elapsed)
+
+
+def _table(steps: TimedSteps, samples: _Samples, provenance: dict[str, Any]) -> LatencyTable:
+    timings = {cell: _timing(samples.of(cell), failed=cell in steps.failed) for cell in steps.cells()}
     return LatencyTable(
-        verify=verify,
-        draft=draft,
-        target=bench.target.identity,
-        heads=bench.heads.identity,
-        device=device_record(bench.target),
-        mode=bench.target.mode,
-        attention=bench.target.attention,
+        verify={(c.batch, c.first, c.size): timing for c, timing in timings.items() if c.kind == VERIFY},
+        draft={(c.batch, c.first, c.size): timing for c, timing in timings.items() if c.kind == DRAFT},
+        target=steps.target.identity,
+        heads=steps.heads.identity,
+        device=device_record(steps.target),
+        mode=steps.target.mode,
+        attention=steps.target.attention,
         provenance=provenance,
     )
 
@@ -147,155 +240,32 @@ def _timing(times_ms: Sequence[float], *, failed: bool) -> Timing:
     if failed or not times_ms:
         return Timing(median_ms=None, p10_ms=None, p90_ms=None, count=0, status=OUT_OF_MEMORY)
     p10, median, p90 = (round(float(v), 4) for v in np.percentile(times_ms, (10, 50, 90)))
-    return Timing(median_ms=median, p10_ms=p10, p90_ms=p90, count=len(times_ms), status=OK)
+    mean = round(statistics.fmean(times_ms), 4)
+    return Timing(median_ms=median, mean_ms=mean, p10_ms=p10, p90_ms=p90, count=len(times_ms), status=OK)
 
 
-@dataclass(slots=True)
-class _Bench:
-    """The decode state at each context and the step of each width, ready to be timed again and again."""
-
-    target: Target
-    heads: DraftHeads
-    grid: MeasureGrid
-    cache: SlotCache
-    context: DraftContext
-    states: torch.Tensor
-    text: torch.Tensor
-    steps: dict[int, TreeStep]
-    draft_steps: dict[int, TreeStep]
-    failed: set[Cell]
-    key: str
-
-    @classmethod
-    def build(cls, target: Target, heads: DraftHeads, grid: MeasureGrid, text: Sequence[int]) -> _Bench:
-        longest = max(grid.contexts)
-        filled = torch.tensor((list(text) * (longest // max(len(text), 1) + 2))[: longest + 1], device=target.device)
-        cache = target.new_cache(longest + max(grid.widths))
-        with torch.inference_mode():
-            states = target.hidden_states(filled[None, :-1], cache=cache)[0]
-            context = heads.new_context(longest + heads.identity.num_heads)
-            context.extend(states[None])
-        depth = heads.identity.num_heads
-        return cls(
-            target=target,
-            heads=heads,
-            grid=grid,
-            cache=cache,
-            context=context,
-            states=states,
-            text=filled,
-            steps={width: _step(target, heads, timed_tree(width - 1, depth), longest) for width in grid.widths},
-            draft_steps={d: _step(target, heads, _deep_tree(d), longest) for d in range(1, depth + 1)},
-            failed=set(),
-            key=repr((target.identity, heads.identity, grid, target.attention, target.mode, device_record(target))),
-        )
-
-    def cells(self) -> list[Cell]:
-        """Every shape, in a fixed order."""
-        verify: list[Cell] = [("verify", c, w) for c in self.grid.contexts for w in self.grid.widths]
-        return verify + [("draft", 0, depth) for depth in self.draft_steps]
-
-    def time(self, cell: Cell) -> float | None:
-        """Milliseconds of one shape, or None where it ran out of memory."""
-        kind, context, size = cell
-        try:
-            if kind == "verify":
-                return self._time_verify(self.steps[size], context)
-            return self._time_draft(self.draft_steps[size])
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error):
-                raise
-            self.failed.add(cell)
-            gc.collect()
-            return None
-
-    def _state(self, context: int) -> DecodeState:
-        self.cache.length = context
-        self.context.rewind(context - 1)
-        return DecodeState(
-            root=self.text[context : context + 1],
-            fresh=self.states[context - 1 : context],
-            cache=self.cache,
-            context=self.context,
-        )
-
-    def _time_verify(self, step: TreeStep, context: int) -> float:
-        state = self._state(context)
-        step.draft(state)
-        kept = self.cache.storage[..., context : context + step.plan.verify_width, :].clone()
-        elapsed = timed_ms(lambda: step.verify(state).tolist(), self.target.device)
-        # Put back what the step wrote, so that longer contexts keep their text.
-        self.cache.storage[..., context : context + step.plan.verify_width, :] = kept
-        return elapsed
-
-    def _time_draft(self, step: TreeStep) -> float:
-        state = self._state(max(self.grid.contexts))
-        return timed_ms(lambda: step.draft(state), self.target.device)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a device, or torch's allocator on a CPU (which raises a plain RuntimeError), ran out of memory."""
-    named = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    return named or "can't allocate memory" in str(error)
-
-
-def timed_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of one call: device events on a GPU, a monotonic clock elsewhere; synchronised on both ends."""
-    if device.type == "cuda":
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize(device)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize(device)
-        elapsed: float = start.elapsed_time(end)
-        return elapsed
-    clock = time.perf_counter()
-    call()
-    return 1000 * (time.perf_counter() - clock)
-
-
-def timed_tree(num_draft_nodes: int, depth: int) -> Tree:
-    """A tree of that many nodes, at most `depth` deep, spread over ranks as a real one is."""
-    # Ranks beyond the table come last: without them few heads could not fill a wide tree.
-    spread = (*_SPREAD, *(1e-6 * 0.99**rank for rank in range(num_draft_nodes)))
-    estimate = independent([spread] * depth, num_draft_nodes)
-    return frontier(estimate, num_draft_nodes=num_draft_nodes).tree(num_draft_nodes)
-
-
-def _deep_tree(depth: int) -> Tree:
-    """The smallest tree of that depth that ranks as many candidates as a real one does."""
-    wide = tuple((rank,) for rank in range(1, _RANKS_TIMED))
-    return Tree(Tree.chain(depth).paths + wide)
-
-
-def _step(target: Target, heads: DraftHeads, tree: Tree, capacity: int) -> TreeStep:
-    plan = plan_tree(tree, capacity=capacity, window=target.window, dtype=target.dtype, device=target.device)
-    return new_step(target, heads, plan)
-
-
-def _require_fit(target: Target, grid: MeasureGrid) -> None:
+def _require_fit(target: Target, grid: MeasureGrid, text: Sequence[int]) -> None:
     limit = target.position_limit
+    if not text:
+        raise InputError("Measuring needs a text to fill the cache with; it has no token.")
     if 1 not in grid.widths or min(grid.widths) < 1:
         raise InputError("The measured widths must start at 1: width 1 is plain decoding, which every figure needs.")
     if min(grid.contexts) < 1 or (limit is not None and max(grid.contexts) + 16 > limit):
         raise InputError(
             f"The contexts {grid.contexts} must lie between 1 and the target's positions ({limit}) less 16."
         )
+    for name, least in (("batches", grid.batches), ("expanded", grid.expanded), ("rounds", (grid.rounds,))):
+        if not least or min(least) < 1:
+            raise InputError(f"The measured {name} are {least}; each must be at least 1.")
 
 
-def _load_partial(path: Path | None, key: str) -> dict[str, list[float | None]]:
+def _load_partial(path: Path | None, key: str) -> _Samples:
     if path is None or not path.exists():
-        return {}
+        return _Samples(times={})
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))
         if stored["key"] != key:
             raise InputError(f"{path} is of a measurement with other settings; delete it or give another --out.")
-        samples: dict[str, list[float | None]] = stored["samples"]
+        return _Samples(times=stored["samples"], taken_again=stored["taken_again"])
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{path} is no unfinished measurement; delete it.") from None
-    return samples
-
-
-def _name(cell: Cell) -> str:
-    return "-".join(str(part) for part in cell)

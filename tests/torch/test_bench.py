@@ -15,7 +15,7 @@ from topo_search import bench
 from topo_search.bench import Contender, Course, RaceResult, Standing, race
 from topo_search.calibrate import empty_trace, trace_of_answers
 from topo_search.compare import teacher_forced
-from topo_search.cost import LatencyTable
+from topo_search.cost import WHATEVER_EXPANDED, LatencyTable
 from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.decode.plan import TreePlan
 from topo_search.errors import CheckError, InputError
@@ -61,7 +61,7 @@ def latency(widths: Sequence[int]) -> LatencyTable:
     """Ten milliseconds per verify pass and one per draft, at two contexts."""
     return LatencyTable(
         verify={(1, context, width): timing(10.0) for context in (4, 64) for width in widths},
-        draft={(1, depth): timing(1.0) for depth in (1, 2, 3, 4)},
+        draft={(1, depth, WHATEVER_EXPANDED): timing(1.0) for depth in (1, 2, 3, 4)},
         target=TARGET.identity,
         heads=HEADS.identity,
         device={},

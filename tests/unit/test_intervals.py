@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from factories import latency_table
 
-from topo_search.cost import LatencyTable, Timing
+from topo_search.cost import WHATEVER_EXPANDED, LatencyTable, Timing
 from topo_search.search.intervals import (
     confidence,
     latency_variance,
@@ -19,6 +19,7 @@ from topo_search.search.intervals import (
     t_quantile,
     time_shares,
 )
+from topo_search.search.times import StepTimes
 from topo_search.tree import Tree
 
 TOKENS = np.array([90.0, 100.0, 40.0, 60.0, 120.0, 80.0, 77.0, 51.0])
@@ -124,16 +125,17 @@ def noisy_table() -> LatencyTable:
 def test_the_spread_of_timings_enters_as_variance_of_the_log() -> None:
     """Width 3, 10 steps, 150 of 170 ms in verify: the median of 4 timings with sigma 1 has error 1.2533 / 2."""
     table, tree = noisy_table(), Tree(((0,), (0, 0)))
-    shares = time_shares(tree, np.array([10.0]), 180.0)
-    assert shares == {("verify", 0, 3): 10 / 180, ("draft", 0, 2): 10 / 180}
+    shares = time_shares(tree, np.array([10.0]), 180.0, StepTimes.of(table, 1))
+    assert shares == {("verify", 0, 3): 10 / 180, ("draft", 2, WHATEVER_EXPANDED): 10 / 180}
     assert latency_variance(table, shares) == pytest.approx((10 / 180 * 1.2533 / 2) ** 2)
 
 
 def test_what_two_trees_have_in_common_cancels() -> None:
     table = noisy_table()
-    one, same = (time_shares(Tree(((0,), (1,))), np.array([10.0]), 170.0) for _ in range(2))
+    times = StepTimes.of(table, 1)
+    one, same = (time_shares(Tree(((0,), (1,))), np.array([10.0]), 170.0, times) for _ in range(2))
     assert latency_variance(table, one, same) == 0
-    plain = time_shares(Tree(()), np.array([20.0]), 200.0)
+    plain = time_shares(Tree(()), np.array([20.0]), 200.0, times)
     both = latency_variance(table, one) + latency_variance(table, plain)
     assert latency_variance(table, one, plain) == pytest.approx(both)
 

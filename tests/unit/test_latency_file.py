@@ -9,20 +9,24 @@ from typing import Any
 import pytest
 from factories import HEADS, TARGET
 
-from topo_search.cost import OUT_OF_MEMORY, LatencyTable, Timing
+from topo_search.cost import OUT_OF_MEMORY, WHATEVER_EXPANDED, LatencyTable, Timing
 from topo_search.errors import InputError
 from topo_search.files.latency_file import read_latency, write_latency
 from topo_search.files.schema import schema
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+FINE = Timing(median_ms=1.0, mean_ms=1.0, p10_ms=1.0, p90_ms=1.0, count=3)
 OUT = Timing(median_ms=None, p10_ms=None, p90_ms=None, count=0, status=OUT_OF_MEMORY)
 
 
 def small_table() -> LatencyTable:
     """Two widths, one of them too large for the device, and one draft depth; keys out of order."""
     return LatencyTable(
-        verify={(1, 128, 64): OUT, (1, 128, 1): Timing(median_ms=10.5, p10_ms=10.0, p90_ms=12.0, count=20)},
-        draft={(1, 1): Timing(median_ms=0.25, p10_ms=0.25, p90_ms=0.5, count=20)},
+        verify={
+            (1, 128, 64): OUT,
+            (1, 128, 1): Timing(median_ms=10.5, mean_ms=10.75, p10_ms=10.0, p90_ms=12.0, count=20),
+        },
+        draft={(1, 1, WHATEVER_EXPANDED): Timing(median_ms=0.25, p10_ms=0.25, p90_ms=0.5, count=20)},
         target=TARGET,
         heads=HEADS,
         device={"name": "test", "threads": 2},
@@ -42,7 +46,7 @@ def test_everything_written_is_read_back() -> None:
 
 
 def test_a_time_that_the_reader_would_refuse_is_not_written(tmp_path: Path) -> None:
-    bad = replace(small_table(), draft={(1, 1): Timing(median_ms=0.0, p10_ms=0.0, p90_ms=0.0, count=1)})
+    bad = replace(small_table(), draft={(1, 1, 1): Timing(median_ms=0.0, p10_ms=0.0, p90_ms=0.0, count=1)})
     with pytest.raises(InputError, match=r"draft\[0\]\.median_ms: input should be greater than 0"):
         write_latency(tmp_path / "a.latency.json", bad)
     assert not list(tmp_path.iterdir())
@@ -54,8 +58,8 @@ def test_a_time_that_the_reader_would_refuse_is_not_written(tmp_path: Path) -> N
         ({"median_ms": -1.0}, "verify[0].median_ms: input should be greater than 0, found -1.0"),
         ({"median_ms": 0}, "verify[0].median_ms"),
         ({"median_ms": "10.5"}, "verify[0].median_ms"),
-        ({"median_ms": None}, "verify[0]: a shape whose status is ok has three times"),
-        ({"count": 0}, "verify[0]: a shape whose status is ok has three times and a count"),
+        ({"median_ms": None}, "verify[0]: a shape whose status is ok has median, p10 and p90"),
+        ({"count": 0}, "verify[0]: a shape whose status is ok has median, p10 and p90 and a count"),
         ({"status": "out of memory"}, "verify[0]: a shape that ran out of memory has null times"),
         ({"status": "fast"}, "verify[0].status"),
         ({"p10_ms": 11.0}, "verify[0]: p10_ms, median_ms and p90_ms must not fall"),
@@ -64,7 +68,8 @@ def test_a_time_that_the_reader_would_refuse_is_not_written(tmp_path: Path) -> N
         ({"verify_width": 64}, "verify lists batch, context_tokens, verify_width = (1, 128, 64) 2 times"),
         ({"batch": True}, "verify[0].batch"),
         ({"context_tokens": -1}, "verify[0].context_tokens"),
-        ({"mean_ms": 10.0}, "verify[0].mean_ms is no known key"),
+        ({"mean_ms": -1.0}, "verify[0].mean_ms"),
+        ({"max_ms": 10.0}, "verify[0].max_ms is no known key"),
     ],
 )
 def test_a_broken_row_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -79,6 +84,7 @@ def test_a_broken_row_is_named(tmp_path: Path, change: dict[str, Any], message: 
     [
         ({"depth": 5}, "draft has depth 5, but the heads draft 4 tokens"),
         ({"depth": 0}, "draft[0].depth"),
+        ({"expanded_nodes": 0}, "draft[0].expanded_nodes"),
     ],
 )
 def test_a_broken_draft_row_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -86,6 +92,21 @@ def test_a_broken_draft_row_is_named(tmp_path: Path, change: dict[str, Any], mes
     with pytest.raises(InputError) as caught:
         read_latency(path)
     assert message in str(caught.value)
+
+
+def test_draft_rows_are_by_expanded_nodes_or_are_not(tmp_path: Path) -> None:
+    table = replace(small_table(), draft={(1, 1, 1): FINE, (1, 2, 1): FINE, (1, 2, 16): FINE})
+    write_latency(tmp_path / "a.latency.json", table)
+    assert read_latency(tmp_path / "a.latency.json") == table
+    for draft, message in (
+        ({(1, 1, 1): FINE, (1, 2, WHATEVER_EXPANDED): FINE}, "with and rows without expanded_nodes"),
+        ({(1, 5, 1): FINE}, "depth 5, but the heads draft 4"),
+    ):
+        with pytest.raises(InputError, match=message):
+            write_latency(tmp_path / "b.latency.json", replace(table, draft=draft))
+    twice = _tampered(tmp_path, lambda raw: raw | {"draft": raw["draft"] * 2})
+    with pytest.raises(InputError, match=r"draft lists batch, depth, expanded_nodes = \(1, 1, 0\) 2 times"):
+        read_latency(twice)
 
 
 @pytest.mark.parametrize(

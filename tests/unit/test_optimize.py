@@ -37,7 +37,7 @@ def table_a() -> RankTrace:
 def ms_by_hand(trace: RankTrace, tree: Tree, latency: LatencyTable) -> float:
     """Step after step, each at the measured context nearest to its own."""
     measured, contexts = latency.contexts(), trace.contexts.tolist()
-    step_ms = latency.step_ms(verify_width=tree.verify_width, depth=tree.depth)
+    step_ms = latency.step_ms(tree)
     total = 0.0
     for row in np.flatnonzero(replay(trace, [tree]).visited[0]):
         total += step_ms[min(range(len(measured)), key=lambda c: (abs(measured[c] - contexts[row]), measured[c]))]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from factories import TABLE_A, drawn_trace, latency_table, trace_of
 
+from topo_search.cost import DraftTimes
 from topo_search.errors import InputError
 from topo_search.estimates import joint
 from topo_search.prefixes import PrefixTable
@@ -182,7 +183,7 @@ def test_batch_is_read_from_the_table(drawn: RankTrace) -> None:
     latency = latency_table({1: 10.0, 2: 10.5, 3: 11.0, 4: 11.5})
     dear = {(8, 16, width): replace(timing, median_ms=10.0 * width) for (_, _, width), timing in latency.verify.items()}
     latency.verify.update(dear)
-    latency.draft.update({(8, depth): timing for (_, depth), timing in latency.draft.items()})
+    latency.draft.update({(8, *cell): timing for (_, *cell), timing in latency.draft.items()})
     one, eight = (assess(drawn, latency, settings(budget=4, batch=batch)) for batch in (1, 8))
     assert one.recommended != PLAIN
     assert eight.recommended == PLAIN
@@ -231,8 +232,16 @@ def test_numbers_out_of_range_are_named(changes: dict[str, int]) -> None:
 
 def test_heads_that_pay_per_expanded_node_get_the_ratio_solvers_tree(drawn: RankTrace) -> None:
     """MATH 4: where expanding a second node costs half a step, the wide tree beats the sort's deep one."""
+
+    def linear_draft(root: float, *per_node: float) -> dict[tuple[int, int], float]:
+        return {(1, 1): root} | {
+            (depth, n): root + n * sum(per_node[: depth - 1])
+            for depth in range(2, len(per_node) + 2)
+            for n in (1, 2, 4, 8)
+        }
+
     judge = ReplayJudge.of(drawn, FLAT)
-    dear = replace(judge, times=replace(judge.times, expanded_ms=(0.1, 6.0, 6.0)))
+    dear = replace(judge, times=replace(judge.times, draft=DraftTimes(ms=linear_draft(0.1, 6.0, 6.0))))
     sorted_tree, found = choose(judge, settings()).trees[-1], choose(dear, settings()).trees[-1]
     assert sorted_tree.depth > 1
     costs = dear.times.costs(dear.context_weights, 3)

@@ -107,7 +107,7 @@ def _study_name(judge: ReplayJudge, settings: Settings, asked: dict[str, Any], r
     digest.update(repr(judge.trace.prompts).encode())
     if race is None:
         times = judge.times
-        digest.update(repr((times.contexts, sorted(times.draft_ms.items()))).encode())
+        digest.update(repr((times.contexts, sorted(times.draft.ms.items()))).encode())
         digest.update(repr([(width, ms.tolist()) for width, ms in sorted(times.verify_ms.items())]).encode())
     else:
         from topo_search.device import device_record

@@ -23,7 +23,7 @@ from topo_search.decode.rows import RowCache
 from topo_search.decode.sampling import Sampler, candidate_noise
 from topo_search.decode.step import accepted_path
 from topo_search.errors import InputError
-from topo_search.heads.base import DraftContext
+from topo_search.heads.base import DraftContext, DraftHeads
 from topo_search.target.adapter import Target
 
 
@@ -59,18 +59,18 @@ def decode_batch(
     )
     texts = [list(single_prompt(prompt)) for prompt in prompts]
     rows = [
-        _Row(index=index, text=text, sampler=decoder.sampler(text, max_new_tokens, {**settings, "request": number}))
+        Row(index=index, text=text, sampler=decoder.sampler(text, max_new_tokens, {**settings, "request": number}))
         for index, (text, number) in enumerate(zip(texts, numbers, strict=True))
     ]
     with torch.inference_mode():
-        batch = _Batch.start(decoder, rows, max_new_tokens)
+        batch = Batch.start(decoder, rows, max_new_tokens)
         while batch.rows:
             batch.step()
     return [row.decoded() for row in rows]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Row:
+class Row:
     """One sequence of the batch.
 
     Attributes:
@@ -117,26 +117,26 @@ class _Row:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Batch:
+class Batch:
     """The rows still being written, and their shared cache in the same order."""
 
-    decoder: TreeDecoder
     target: Target
+    heads: DraftHeads | None
     plan: TreePlan
     cache: RowCache
-    rows: list[_Row]
+    rows: list[Row]
     clock: float
 
     @classmethod
-    def start(cls, decoder: TreeDecoder, rows: Sequence[_Row], max_new_tokens: int) -> _Batch:
+    def start(cls, decoder: TreeDecoder, rows: Sequence[Row], max_new_tokens: int) -> Batch:
         """Prefill all prompts and choose every row's first token."""
         target, clock = decoder.target, time.perf_counter()
         limit = target.position_limit
         longest = max(len(row.text) for row in rows)
         capacity = longest + max_new_tokens if limit is None else min(longest + max_new_tokens, limit)
         batch = cls(
-            decoder=decoder,
             target=target,
+            heads=decoder.heads,
             plan=plan_tree(
                 decoder.tree, capacity=capacity, window=target.window, dtype=target.dtype, device=target.device
             ),
@@ -153,7 +153,10 @@ class _Batch:
 
     def step(self) -> None:
         """Draft, verify and commit one tree per row."""
-        tokens = self._drafted()
+        self.verify(self.draft())
+
+    def verify(self, tokens: Int[Tensor, "batch width"]) -> None:
+        """Run the target over every row's tree, keep what each accepts and drop the rows that end."""
         offsets = self.plan.offsets + self.cache.lengths[:, None]
         limit = self.target.position_limit
         # A node beyond the last position is never accepted, but its position must exist.
@@ -173,16 +176,16 @@ class _Batch:
         self.cache.keep(paths)
         self._drop_ended()
 
-    def _begin(self, row: _Row, states: Float[Tensor, "prompt hidden"], capacity: int) -> None:
-        if self.decoder.heads is not None and self.plan.tree.paths:
-            row.context = self.decoder.heads.new_context(capacity + self.plan.tree.depth)
+    def _begin(self, row: Row, states: Float[Tensor, "prompt hidden"], capacity: int) -> None:
+        if self.heads is not None and self.plan.tree.paths:
+            row.context = self.heads.new_context(capacity + self.plan.tree.depth)
             if len(states) > 1:
                 row.context.extend(states[None, :-1])
         row.fresh = states[-1:]
         row.text.append(row.sampler.next_token(self.target.logits(states[-1:])[0], row.text))
         row.prefill_ms = row.total_ms = self._elapsed_ms()
 
-    def _drafted(self) -> Int[Tensor, "batch width"]:
+    def draft(self) -> Int[Tensor, "batch width"]:
         """Roots and drafted tokens of every row."""
         roots = torch.tensor([row.text[-1] for row in self.rows], device=self.target.device)
         if not self.plan.tree.paths:
@@ -191,9 +194,10 @@ class _Batch:
         for row in self.rows:
             assert row.context is not None and row.fresh is not None
             features.append(row.context.extend(row.fresh[None]))
-        heads = self.decoder.heads
-        assert heads is not None
-        return torch.cat([roots[:, None], heads.propose(torch.cat(features), roots, self.plan, self._noise())], dim=1)
+        assert self.heads is not None
+        return torch.cat(
+            [roots[:, None], self.heads.propose(torch.cat(features), roots, self.plan, self._noise())], dim=1
+        )
 
     def _noise(self) -> Float[Tensor, "batch depth vocab"] | None:
         requests = torch.tensor([row.sampler.request for row in self.rows], device=self.target.device)

@@ -157,7 +157,7 @@ class TreeDecoder:
             state = self._prefill(prompt, sampler)
         text, emitted = [*prompt], state.root.tolist()
         while True:
-            kept, is_over = _until_end(text, emitted, sampler)
+            kept, is_over = until_end(text, emitted, sampler)
             yield kept
             if is_over:
                 return
@@ -328,7 +328,7 @@ def _require_prompt(prompt: Sequence[int], target: Target) -> None:
         )
 
 
-def _until_end(text: list[int], emitted: Sequence[int], sampler: Sampler) -> tuple[list[int], bool]:
+def until_end(text: list[int], emitted: Sequence[int], sampler: Sampler) -> tuple[list[int], bool]:
     """The step's tokens up to the first that ends the answer, appended to `text`, and whether one does."""
     for index, token in enumerate(emitted):
         text.append(token)

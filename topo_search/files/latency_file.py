@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, model_validator
 
-from topo_search.cost import OK, LatencyTable, Timing
+from topo_search.cost import OK, WHATEVER_EXPANDED, LatencyTable, Timing
 from topo_search.files.documents import Count, Document, Length, Positive, published, read_document, write_document
 from topo_search.identity import HeadsIdentity, TargetIdentity
 
@@ -22,6 +22,7 @@ class TimedEntry(Document):
     """One shape's repeated timing."""
 
     median_ms: Positive | None
+    mean_ms: Positive | None
     p10_ms: Positive | None
     p90_ms: Positive | None
     count: Length
@@ -30,10 +31,10 @@ class TimedEntry(Document):
     @model_validator(mode="after")
     def _check(self) -> TimedEntry:
         times = [time for time in (self.p10_ms, self.median_ms, self.p90_ms) if time is not None]
-        if self.status != OK and (times or self.count):
+        if self.status != OK and (times or self.mean_ms or self.count):
             raise ValueError("a shape that ran out of memory has null times and count 0")
         if self.status == OK and (len(times) < 3 or not self.count):
-            raise ValueError("a shape whose status is ok has three times and a count of at least 1")
+            raise ValueError("a shape whose status is ok has median, p10 and p90 and a count of at least 1")
         if times != sorted(times):
             raise ValueError("p10_ms, median_ms and p90_ms must not fall in this order")
         return self
@@ -44,7 +45,7 @@ class TimedEntry(Document):
 
 
 class VerifyEntry(TimedEntry):
-    """Tree forward, acceptance and cache commit at one batch, context and width, in milliseconds."""
+    """Tree forward, acceptance, cache commit and bookkeeping at one batch, context and width, in milliseconds."""
 
     batch: Count
     context_tokens: Length
@@ -57,15 +58,20 @@ class VerifyEntry(TimedEntry):
 
 
 class DraftEntry(TimedEntry):
-    """Draft heads and their ranking down to one depth, in milliseconds."""
+    """Draft heads and their ranking down to one depth, in milliseconds.
+
+    `expanded_nodes` is how many nodes the timed tree expands at every depth below the root (1 at depth 1, where only
+    the root is expanded), or null for heads that draft all depths in one call, whatever is expanded.
+    """
 
     batch: Count
     depth: Count
+    expanded_nodes: Count | None
 
     @property
-    def key(self) -> tuple[int, int]:
+    def key(self) -> tuple[int, int, int]:
         """What the row is the time of."""
-        return self.batch, self.depth
+        return self.batch, self.depth, self.expanded_nodes or WHATEVER_EXPANDED
 
 
 class LatencyDocument(Document):
@@ -85,7 +91,9 @@ class LatencyDocument(Document):
     @model_validator(mode="after")
     def _check(self) -> LatencyDocument:
         _check_distinct("verify", "batch, context_tokens, verify_width", [row.key for row in self.verify])
-        _check_distinct("draft", "batch, depth", [row.key for row in self.draft])
+        _check_distinct("draft", "batch, depth, expanded_nodes", [row.key for row in self.draft])
+        if len({row.expanded_nodes is None for row in self.draft}) > 1:
+            raise ValueError("draft has rows with and rows without expanded_nodes; heads pay for them or do not")
         deepest = max((row.depth for row in self.draft), default=0)
         if deepest > self.heads.num_heads:
             raise ValueError(f"draft has depth {deepest}, but the heads draft {self.heads.num_heads} tokens")
@@ -107,7 +115,10 @@ def write_latency(path: Path, table: LatencyTable) -> None:
         "mode": table.mode,
         "attention": table.attention,
         "verify": _rows(("batch", "context_tokens", "verify_width"), table.verify.items()),
-        "draft": _rows(("batch", "depth"), table.draft.items()),
+        "draft": [
+            row | {"expanded_nodes": row["expanded_nodes"] or None}
+            for row in _rows(("batch", "depth", "expanded_nodes"), table.draft.items())
+        ],
         "provenance": table.provenance,
     }
     write_document(path, LatencyDocument, fields, kind="latency")

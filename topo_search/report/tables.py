@@ -48,7 +48,7 @@ def latency_table(latency: LatencyTable) -> Table:
         first = timings[0].median_ms if timings[0] else None
         over = _UNKNOWN if first is None or plain is None else f"{first / plain:.2f} x"
         table.add_row(str(width), *map(_timing, timings), over)
-    for (_, depth), timing in sorted(latency.draft.items()):
+    for (_, depth, _), timing in sorted(latency.draft.items()):
         table.add_row(f"draft depth {depth}", _timing(timing), *[""] * (len(contexts) - 1), "")
     return table
 

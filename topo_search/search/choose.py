@@ -16,7 +16,7 @@ from jaxtyping import Float
 from topo_search.errors import InputError
 from topo_search.estimates import PathProbabilities
 from topo_search.search.frontier import Frontier, allowed, frontier
-from topo_search.search.intervals import latency_variance, paired_log_se, time_shares
+from topo_search.search.intervals import Cell, latency_variance, paired_log_se, time_shares
 from topo_search.search.judge import Family, Judge, Scores
 from topo_search.search.ratio import fastest
 from topo_search.search.rules import best_trees
@@ -194,7 +194,7 @@ def _families(
         for cap in _depth_caps(depth, settings)
     ]
     wanted = [_sizes(family, widths, families[:index]) for index, family in enumerate(families)]
-    if shortlist and not judge.times.expanded_ms:
+    if shortlist and not judge.times.draft.by_expanded:
         wanted = _shortlisted(judge, families, wanted, settings)
     return [(family.order, sizes) for family, sizes in zip(families, wanted, strict=True) if sizes]
 
@@ -226,7 +226,7 @@ def _depth_caps(depth: int, settings: Settings) -> range:
 
 def _by_ratio(judge: Judge, estimate: PathProbabilities, largest: int, depth: int, settings: Settings) -> list[Scores]:
     """The ratio solver's tree, where heads pay per expanded node and the sort is not exact."""
-    if not judge.times.expanded_ms or settings.objective == "tokens-per-step" or settings.rule != "any":
+    if not judge.times.draft.by_expanded or settings.objective == "tokens-per-step" or settings.rule != "any":
         return []
     kept = allowed(estimate, max_depth=depth, ranks_per_depth=_ranks(settings, depth))
     within = replace(
@@ -262,8 +262,7 @@ def _shortlisted(
     speeds = []
     for family, sizes in zip(families, wanted, strict=True):
         expected = family.expected_tokens()
-        depths = np.maximum.accumulate([0, *(len(path) for path in family.order)])
-        times = [judge.times.step_ms(size + 1, int(depths[size])) for size in sizes]
+        times = [judge.times.tree_ms(family.tree(size)) for size in sizes]
         typical = np.array(times).reshape(len(sizes), -1) @ judge.context_weights if sizes else np.zeros(0)
         speeds.append(np.nan_to_num(expected[sizes] / typical).tolist())
     bar = _SHORTLIST * max((speed for rates in speeds for speed in rates), default=0.0)
@@ -293,7 +292,7 @@ def _picked(judge: Judge, sizes: Scores, settings: Settings) -> int:
     if settings.pick == "best" or len(sizes.tokens) < 2 or judge.latency is None or not worth[best] > 0:
         return best
     from_prompts = paired_log_se(sizes.ms[best], sizes.ms)
-    shares = [_shares(sizes, index) for index in range(best + 1)]
+    shares = [_shares(judge, sizes, index) for index in range(best + 1)]
     for index in range(best):
         if not worth[index] > 0:
             continue
@@ -312,6 +311,7 @@ def _refined(judge: Judge, picked: Scores, settings: Settings) -> Scores:
     return both.take([int(np.argmax(merit(both, settings)))])
 
 
-def _shares(sizes: Scores, index: int) -> dict[tuple[str, int, int], float]:
+def _shares(judge: Judge, sizes: Scores, index: int) -> dict[Cell, float]:
     total_ms = float(sizes.ms[index].sum())
-    return time_shares(sizes.trees[index], sizes.counts[index].sum(axis=0), total_ms) if total_ms > 0 else {}
+    steps = sizes.counts[index].sum(axis=0)
+    return time_shares(sizes.trees[index], steps, total_ms, judge.times) if total_ms > 0 else {}

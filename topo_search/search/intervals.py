@@ -16,13 +16,14 @@ from jaxtyping import Float
 
 from topo_search import special
 from topo_search.cost import LatencyTable, Timing
+from topo_search.search.times import StepTimes
 from topo_search.tree import Tree
 
 LEVEL = 0.95
 _TAIL_SIGMAS = 2.5631  # between the 10th and the 90th percentile of a normal law
 _MEDIAN_LOSS = 1.2533  # standard error of a median over that of a mean
 
-Cell = tuple[str, int, int]  # ("verify", context index, width) or ("draft", 0, depth): one timing of the table
+Cell = tuple[str, int, int]  # ("verify", context index, width) or ("draft", depth, expanded): one timing of the table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,13 +123,17 @@ def prompts_to_halve(prompts: int) -> int:
     return found
 
 
-def time_shares(tree: Tree, steps: Float[np.ndarray, " contexts"], total_ms: float) -> dict[Cell, float]:
+def time_shares(
+    tree: Tree, steps: Float[np.ndarray, " contexts"], total_ms: float, times: StepTimes
+) -> dict[Cell, float]:
     """Derivative of the log of `total_ms` by each timing it rests on: the steps that use it over the total."""
     shares: dict[Cell, float] = {
-        ("verify", context, tree.verify_width): float(count) / total_ms for context, count in enumerate(steps) if count
+        ("verify", context, tree.verify_width): times.scale * float(count) / total_ms
+        for context, count in enumerate(steps)
+        if count
     }
-    if tree.depth:
-        shares["draft", 0, tree.depth] = float(steps.sum()) / total_ms
+    for (depth, expanded), weight in (times.draft.weights(tree) or {}).items():
+        shares["draft", depth, expanded] = times.scale * weight * float(steps.sum()) / total_ms
     return shares
 
 
@@ -143,8 +148,11 @@ def latency_variance(
     contexts = latency.contexts(batch)
     variance = 0.0
     for cell in sorted({*shares, *other}):
-        kind, context, size = cell
-        found = latency.verify.get((batch, contexts[context], size)) if kind == "verify" else latency.draft[batch, size]
+        kind, *key = cell
+        if kind == "verify":
+            found = latency.verify.get((batch, contexts[key[0]], key[1]))
+        else:
+            found = latency.draft[batch, key[0], key[1]]
         variance += ((shares.get(cell, 0.0) - other.get(cell, 0.0)) * _median_se_ms(found)) ** 2
     return variance
 

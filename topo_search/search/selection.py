@@ -134,7 +134,7 @@ def hold_out(
     pooled: list[dict[Cell, float]] = [{} for _ in times]
     for trees, of_fold, place in zip(chosen, counts, places, strict=True):
         for tree, of_tree, total, shares in zip(trees, of_fold, times.sum(axis=1), pooled, strict=True):
-            used = time_shares(tree, of_tree[place].sum(axis=0), float(total))
+            used = time_shares(tree, of_tree[place].sum(axis=0), float(total), judge.times)
             shares.update({cell: shares.get(cell, 0.0) + share for cell, share in used.items()})
     order = np.concatenate(places)
     prompts = tuple(judge.trace.prompts[index] for index in order)

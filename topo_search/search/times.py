@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
 
-from topo_search.cost import LatencyTable
+from topo_search.cost import DraftTimes, LatencyTable
 from topo_search.search.step_costs import DraftCosts, StepCosts
 from topo_search.tree import Tree
 
@@ -19,52 +20,83 @@ class StepTimes:
     Attributes:
         contexts: measured ones, in tokens; a single 0 without a table.
         verify_ms: by width, `[contexts]`; only widths with a time at every context.
-        draft_ms: by depth of the tree.
-        expanded_ms: on top of that per expanded node by its depth, the root's first; empty where drafting is timed by
-            depth alone, as for heads that are blind to the path.
+        draft: draft times.
+        scale: what every time is multiplied by, see `LatencyTable.mean_over_median`.
     """
 
     contexts: tuple[int, ...]
     verify_ms: dict[int, Float[np.ndarray, " contexts"]]
-    draft_ms: dict[int, float]
-    expanded_ms: tuple[float, ...] = ()
+    draft: DraftTimes
+    scale: float = 1.0
 
     @classmethod
     def of(cls, latency: LatencyTable | None, batch: int) -> StepTimes:
         """Read the table; nothing has a time where there is none."""
         if latency is None:
-            return cls(contexts=(0,), verify_ms={}, draft_ms={})
+            return cls(contexts=(0,), verify_ms={}, draft=DraftTimes(ms={}))
         contexts = tuple(latency.contexts(batch))
         verify = {
             width: [latency.verify[batch, context, width].median_ms for context in contexts]
             for width in latency.widths(batch)
         }
-        draft = {depth: timing.median_ms for (at, depth), timing in latency.draft.items() if at == batch}
+        scale = latency.mean_over_median
         return cls(
             contexts=contexts or (0,),
-            verify_ms={width: np.array(times, dtype=np.float64) for width, times in verify.items()},
-            draft_ms={0: 0.0} | {depth: ms for depth, ms in draft.items() if ms is not None},
+            verify_ms={width: scale * np.array(times, dtype=np.float64) for width, times in verify.items()},
+            draft=latency.draft_times(batch),
+            scale=scale,
         )
-
-    def step_ms(self, verify_width: int, depth: int) -> Float[np.ndarray, " contexts"]:
-        """Step time at each context, expanded nodes aside; NaN where the width or the depth was not measured."""
-        verify, draft = self.verify_ms.get(verify_width), self.draft_ms.get(depth)
-        return np.full(len(self.contexts), np.nan) if verify is None or draft is None else verify + draft
 
     def tree_ms(self, tree: Tree) -> Float[np.ndarray, " contexts"]:
-        """Step time of a tree at each context."""
-        expanded = {path[:-1] for path in tree.paths} if self.expanded_ms else ()
-        return self.step_ms(tree.verify_width, tree.depth) + sum(self.expanded_ms[len(path)] for path in expanded)
+        """Step time of a tree at each context; NaN where its width or its draft was not measured."""
+        verify = self.verify_ms.get(tree.verify_width)
+        return np.full(len(self.contexts), np.nan) if verify is None else verify + self.scale * self.draft.of(tree)
 
     def costs(self, weights: Float[np.ndarray, " contexts"], max_depth: int) -> StepCosts:
-        """What the ratio solvers need: one time per width, averaged over contexts.
+        """What the ratio solvers need: one time per width, averaged over contexts, and affine draft calls.
 
-        Draft times by depth must not fall there; where measured ones do, by noise, the larger one above counts.
+        The solvers add up times of single nodes, so the call of every depth is taken as c + a x expanded nodes, neither
+        negative, fitted to the calls measured with weight 1 / nodes: small trees, which win most often, fit best.
+        `tree_ms` then judges what they find. Draft times must not fall with depth; where measured ones do, by noise,
+        the larger one above counts.
         """
-        timed = [self.draft_ms[depth] for depth in range(max_depth + 1) if depth in self.draft_ms]
-        by_depth = tuple(np.maximum.accumulate(timed).tolist())
-        per_expanded = (self.expanded_ms or (0.0,) * len(timed))[: len(timed) - 1]
+        calls = self._calls(max_depth)
         return StepCosts(
             verify_ms={width: float(ms @ weights) for width, ms in self.verify_ms.items()},
-            draft=DraftCosts(per_expanded=per_expanded, by_depth=by_depth),
+            draft=DraftCosts(
+                per_expanded=tuple(self.scale * per_node for _, per_node in calls),
+                by_depth=tuple(self.scale * np.maximum.accumulate(np.cumsum([0.0, *(ms for ms, _ in calls)]))),
+            ),
         )
+
+    def _calls(self, max_depth: int) -> list[tuple[float, float]]:
+        """Fixed time and time per expanded node of each depth's call, as deep as drafts were measured."""
+        ms, calls = self.draft.ms, []
+        for depth in range(1, max_depth + 1):
+            spent = {n: ms[at, n] - self._above(depth, n) for at, n in sorted(ms) if at == depth}
+            known = {n: time for n, time in spent.items() if np.isfinite(time)}
+            if not known:
+                break
+            by_node = self.draft.by_expanded and depth > 1
+            calls.append(_affine(known) if by_node else (next(iter(known.values())), 0.0))
+        return calls
+
+    def _above(self, depth: int, expanded: int) -> float:
+        """Draft time of the depths before this one's call, as wide."""
+        if depth == 1:
+            return 0.0
+        return self.draft.ms.get((depth - 1, min(expanded, 1) if depth == 2 else expanded), math.nan)
+
+
+def _affine(calls: dict[int, float]) -> tuple[float, float]:
+    """The line through times by count that is closest to them, weighted by 1 / count, of those never negative."""
+    counts, ms = np.array(list(calls), dtype=np.float64), np.array(list(calls.values()))
+    weights = 1 / counts
+    mean_count, mean_ms = np.average(counts, weights=weights), np.average(ms, weights=weights)
+    spread = (weights * (counts - mean_count) ** 2).sum()
+    slope = (weights * (counts - mean_count) * (ms - mean_ms)).sum() / spread if len(calls) > 1 else 0.0
+    if slope <= 0:
+        return max(float(mean_ms), 0.0), 0.0
+    if mean_ms < slope * mean_count:
+        return 0.0, max(float((weights * counts * ms).sum() / (weights * counts**2).sum()), 0.0)
+    return float(mean_ms - slope * mean_count), float(slope)
