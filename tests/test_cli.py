@@ -108,6 +108,9 @@ def test_the_whole_flow(run: Run, calibrated: list[object], prompts: Path, tmp_p
     for row in contenders[1:]:
         assert row["predicted_tokens_per_step"] == pytest.approx(row["tokens_per_step"])
         assert row["forecast_tokens_per_step"] is not None
+        if row["predicted_tokens_per_s"] is not None:
+            expected = row["tokens_per_s"] / row["predicted_tokens_per_s"]
+            assert row["measured_over_predicted"] == pytest.approx(expected)
 
 
 def test_tokens_per_step_needs_no_table(run: Run, model: list[object], prompts: Path) -> None:
@@ -339,6 +342,42 @@ def test_a_truncated_trace(run: Run, calibrated: list[object], tmp_path: Path) -
     trace = next(Path("calibration").glob("*.trace.safetensors"))
     (tmp_path / "cut.trace.safetensors").write_bytes(trace.read_bytes()[:-40])
     _refused(run("optimize", "--trace", "cut.trace.safetensors"), "cut.trace.safetensors", "safetensors")
+
+
+def test_batches_are_measured_and_searched(run: Run, model: list[object], prompts: Path) -> None:
+    """FIELD-CASES 28: one result per batch size, and none for a batch that was not timed."""
+    run("calibrate", *model, "--prompts", prompts, "--max-new-tokens", 12, "--no-measure")
+    grid = ["--quick", "--max-width", 4, "--contexts", 8, "--rounds", 2, "--batches", "2,1"]
+    code, out, err = run("measure", *model, *grid, "--out", "both.latency.json")
+    assert code == 0, err
+    assert "batch 1, 2" in err
+    assert "Verify times, batch 1" in out and "Verify times, batch 2" in out
+    for batch in (1, 2):
+        code, out, err = run("optimize", "--budget", 4, "--latency", "both.latency.json", "--batch", batch, "--json")
+        assert code == 0, err
+        plain = json.loads(out)["alternatives"][0]
+        assert plain["tokens_per_s"] == pytest.approx(1000 * batch / plain["step_ms"])
+        assert f"batch {batch}" in json.loads(out)["verdict"]
+        assert ("every row still being written" in json.loads(out)["verdict"]) == (batch > 1)
+    _refused(
+        run("optimize", "--budget", 4, "--latency", "both.latency.json", "--batch", 3), "no time at batch 3", "1, 2"
+    )
+    _refused(run("measure", *model, *grid[:-1], "1,x"), "--batches 1,x")
+    _refused(run("measure", *model, *grid[:-1], "0"), "batches are (0,)")
+
+
+def test_a_picture_is_refused_before_anything_is_timed(run: Run, model: list[object]) -> None:
+    _refused(run("measure", *model, "--plot", "stairs.pdf"), "must name a .png file")
+
+
+def test_a_busy_machine_is_told() -> None:
+    from topo_search.cli.measure import _host_lines
+
+    assert _host_lines({"taken_again": 0, "host": {"other_cpu_share": 0.01}}) == []
+    assert _host_lines({"taken_again": 0, "host": {"other_cpu_share": None}}) == []
+    again, busy = _host_lines({"taken_again": 3, "host": {"other_cpu_share": 0.31}})
+    assert again.startswith("3 times were taken again")
+    assert "Warning: other work took 31 %" in busy
 
 
 def test_no_table_names_measure(run: Run, model: list[object], prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

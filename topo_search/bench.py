@@ -76,6 +76,11 @@ class Standing:
     predicted_tokens_per_s: float | None
     forecast_tokens_per_step: float | None
 
+    @property
+    def measured_over_predicted(self) -> float | None:
+        """Measured tokens per second over those that the latency table lets expect; None where it has no time."""
+        return None if self.predicted_tokens_per_s is None else self.tokens_per_s / self.predicted_tokens_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:

@@ -23,6 +23,7 @@ from topo_search.heads.medusa import MedusaHeads
 from topo_search.identity import sampling_rule
 from topo_search.reference import generate_plain
 from topo_search.replay import replay
+from topo_search.report.tables import prediction_lines
 from topo_search.target import Target
 from topo_search.trace import RankTrace
 from topo_search.tree import Tree
@@ -98,6 +99,27 @@ def test_predicted_rates_come_from_the_latency_table() -> None:
         assert found.predicted_tokens_per_s == pytest.approx(1000 * found.tokens_per_step / 11.0)
     assert standing(result, "medusa-63").predicted_tokens_per_s is None
     assert standing(raced(FEW), "best tree").predicted_tokens_per_s is None
+
+
+def test_every_prediction_is_set_against_what_was_measured() -> None:
+    result = raced(latency=latency((1, 4, 22)))
+    lines = prediction_lines(result)
+    for name in ("plain", "best chain", "best tree"):
+        found = standing(result, name)
+        assert found.predicted_tokens_per_s is not None
+        assert found.measured_over_predicted == found.tokens_per_s / found.predicted_tokens_per_s
+        assert sum(line.startswith(f"{name}: predicted {found.predicted_tokens_per_s:.1f}") for line in lines) == 1
+    assert standing(result, "generate").measured_over_predicted is None
+    assert prediction_lines(raced(FEW)) == []
+
+
+@pytest.mark.parametrize(("measured", "words"), [(92.0, "8 % below"), (110.0, "10 % above"), (99.0, None)])
+def test_a_machine_that_changed_is_told_by_plain_decoding(measured: float, words: str | None) -> None:
+    result = raced(FEW, latency=latency((1, 22)))
+    plain = replace(standing(result, "plain"), tokens_per_s=measured)  # the table says 100
+    lines = prediction_lines(replace(result, standings=(plain,)))
+    assert len(lines) == (1 if words is None else 2)
+    assert words is None or (words in lines[0] and f"is itself {words} the latency table" in lines[1])
 
 
 def test_the_forecast_is_the_replay_of_the_calibration_trace() -> None:

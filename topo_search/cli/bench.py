@@ -201,13 +201,13 @@ def _require_same_models(
 
 def _report(result: RaceResult, *, mode: str, as_json: bool) -> None:
     from topo_search.report.console import note, stdout
-    from topo_search.report.tables import race_table, ratio_lines
+    from topo_search.report.tables import prediction_lines, race_table, ratio_lines
 
     if as_json:
         print(json.dumps(_as_json(result) | {"mode": mode}, indent=2))  # noqa: T201
         return
     stdout().print(race_table(result))
-    for line in ratio_lines(result):
+    for line in (*ratio_lines(result), *prediction_lines(result)):
         note(line)
     for standing in result.standings:
         for point in standing.divergences:
@@ -225,7 +225,7 @@ def _as_json(result: RaceResult) -> dict[str, Any]:
         row = asdict(standing)
         first = row["divergences"][0] if row["divergences"] else None
         row["stats"] = {"accepted_histogram": list(standing.stats.histogram), "steps": standing.stats.steps}
-        rows.append({**row, "first_divergence": first})
+        rows.append({**row, "measured_over_predicted": standing.measured_over_predicted, "first_divergence": first})
     return {
         "contenders": rows,
         "ratios": [asdict(ratio) for ratio in result.ratios],

@@ -1,4 +1,4 @@
-"""Tables for people: head accuracies, the latency staircase, the race."""
+"""Tables for people: head accuracies, the race, draft heads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from topo_search.accuracy import SHOWN_RANKS, depth_accuracies
-from topo_search.cost import LatencyTable, Timing
+from topo_search.cost import LatencyTable
 from topo_search.trace import RankTrace
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from topo_search.heads.checkpoints import HeadsDescription
 
 _UNKNOWN = "-"
+_FAR_OFF = 0.05  # of a rate: more than repeats of a race differ by on a quiet machine
 _CLAIMED_SHARE = "claimed for a 7B target: under 1.5 %"
 
 
@@ -31,25 +32,6 @@ def accuracy_table(trace: RankTrace) -> Table:
     for found in depth_accuracies(trace):
         table.add_row(str(found.depth), "accuracy", str(found.observed), *map(_share, found.accuracy))
         table.add_row("", "accuracy_given_path", str(found.on_path), *map(_share, found.accuracy_given_path))
-    return table
-
-
-def latency_table(latency: LatencyTable) -> Table:
-    """The staircase: verify time of every width at every context, and the draft time of every depth."""
-    contexts = latency.contexts()
-    table = Table(title=f"Step time on {device_line(latency)}, {latency.mode}, {latency.attention}")
-    table.add_column("verify_width", justify="right")
-    for context in contexts:
-        table.add_column(f"verify_ms at {context} tokens (p10-p90)", justify="right")
-    table.add_column("over plain", justify="right")
-    plain = latency.verify[1, contexts[0], 1].median_ms
-    for width in sorted({w for _, _, w in latency.verify}):
-        timings = [latency.verify.get((1, context, width)) for context in contexts]
-        first = timings[0].median_ms if timings[0] else None
-        over = _UNKNOWN if first is None or plain is None else f"{first / plain:.2f} x"
-        table.add_row(str(width), *map(_timing, timings), over)
-    for (_, depth, _), timing in sorted(latency.draft.items()):
-        table.add_row(f"draft depth {depth}", _timing(timing), *[""] * (len(contexts) - 1), "")
     return table
 
 
@@ -118,6 +100,30 @@ def ratio_lines(result: RaceResult) -> list[str]:
     return [f"{r.of} / {r.over}: {r.median:.2f} x ({r.low:.2f}-{r.high:.2f})" for r in result.ratios]
 
 
+def prediction_lines(result: RaceResult) -> list[str]:
+    """How far each contender's measured rate is from the table's, and what that says of the table."""
+    found = []
+    for standing in result.standings:
+        share = standing.measured_over_predicted
+        if share is not None:
+            found.append(
+                f"{standing.name}: predicted {standing.predicted_tokens_per_s:.1f} tokens/s, measured "
+                f"{standing.tokens_per_s:.1f}, {_off(share)}"
+            )
+    plain = next((s.measured_over_predicted for s in result.standings if s.name == "plain"), None)
+    if plain is not None and abs(plain - 1) > _FAR_OFF:
+        found.append(
+            f"Plain decoding, which no tree decides, is itself {_off(plain)} the latency table: the machine is "
+            f"{'slower' if plain < 1 else 'faster'} now than when it was timed, so compare rates with plain's, or run "
+            "topo-search measure again."
+        )
+    return found
+
+
+def _off(share: float) -> str:
+    return f"{100 * abs(share - 1):.0f} % {'below' if share < 1 else 'above'}"
+
+
 def device_line(latency: LatencyTable) -> str:
     """The device a table was measured on, in words."""
     device = latency.device
@@ -137,11 +143,3 @@ def _share(value: float | None) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return _UNKNOWN if value is None else f"{value:.{digits}f}"
-
-
-def _timing(timing: Timing | None) -> str:
-    if timing is None:
-        return _UNKNOWN
-    if timing.median_ms is None:
-        return timing.status
-    return f"{timing.median_ms:.1f} ({timing.p10_ms:.1f}-{timing.p90_ms:.1f})"

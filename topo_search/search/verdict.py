@@ -15,7 +15,7 @@ def verdict(found: Assessment) -> str:
 
 def scope(held: Assumptions) -> str:
     """Batch, context, rule and temperature that the verdict holds for."""
-    words = [f"batch {held.batch}"]
+    words = [f"batch {held.batch}" + (", every row still being written" if held.batch > 1 else "")]
     if held.contexts is not None:
         words.append(f"contexts of {held.contexts[0]} to {held.contexts[1]} tokens")
     if held.measured_contexts is not None:
