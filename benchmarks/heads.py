@@ -183,7 +183,7 @@ def _row(family: Family) -> dict[str, Any]:
         "dense": next(iter(trees)),
         "best_trees": {str(b): [list(path) for path in trees[f"best {b}"].paths] for b in BUDGETS},
         "prompts": {"chosen_on": len(family.chosen_on.prompts), "scored_on": len(family.scored_on.prompts)},
-        "draft_ms": [] if latency is None else [round(latency.draft_times().of(Tree.chain(depth)), 2) for depth in depths],
+        "draft_ms": [] if latency is None else [round(latency.draft_times().of(Tree.chain(n)), 2) for n in depths],
         "fastest": None if latency is None else _fastest(family, latency),
     }
 
@@ -228,8 +228,7 @@ def _fastest(family: Family, latency: LatencyTable) -> dict[str, Any]:
     walk = replay(family.scored_on, trees)
     contexts = latency.nearest_context(family.scored_on.contexts)
     total_ms = [
-        float(latency.step_ms(tree)[contexts[visited]].sum())
-        for visited, tree in zip(walk.visited, trees, strict=True)
+        float(latency.step_ms(tree)[contexts[visited]].sum()) for visited, tree in zip(walk.visited, trees, strict=True)
     ]
     return {
         "paths": [list(path) for path in family.fastest.paths],
