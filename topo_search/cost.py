@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -66,19 +66,27 @@ class DraftTimes:
 
     def of(self, tree: Tree) -> float:
         """Draft time of one step; 0 for plain decoding, where no head runs; NaN beyond what was measured."""
-        weights = self.weights(tree)
+        return self.of_counts(expanded_by_depth(tree))
+
+    def of_counts(self, expanded: Sequence[int]) -> float:
+        """The same of any tree that expands so many nodes at each depth from the root, 0, on."""
+        weights = self._weights(expanded)
         return math.nan if weights is None else math.fsum(weight * self.ms[cell] for cell, weight in weights.items())
 
     def weights(self, tree: Tree) -> dict[DraftCell, float] | None:
         """How often each timing enters a tree's draft time; None where one that it needs is missing."""
-        if not tree.depth or (tree.depth, WHATEVER_EXPANDED) in self.ms:
-            return {(tree.depth, WHATEVER_EXPANDED): 1.0} if tree.depth else {}
+        return self._weights(expanded_by_depth(tree))
+
+    def _weights(self, expanded: Sequence[int]) -> dict[DraftCell, float] | None:
+        deepest = len(expanded)
+        if not deepest or (deepest, WHATEVER_EXPANDED) in self.ms:
+            return {(deepest, WHATEVER_EXPANDED): 1.0} if deepest else {}
         if (1, 1) not in self.ms:
             return None
         found: Counter[DraftCell] = Counter({(1, 1): 1.0})
-        for depth, expanded in enumerate(expanded_by_depth(tree)[1:], start=1):
-            deeper = self._between(depth + 1, expanded)
-            before = self._between(depth, expanded) if depth > 1 else {(1, 1): 1.0}
+        for depth, count in enumerate(expanded[1:], start=1):
+            deeper = self._between(depth + 1, count)
+            before = self._between(depth, count) if depth > 1 else {(1, 1): 1.0}
             if deeper is None or before is None:
                 return None
             found.update(deeper)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,6 +149,17 @@ def test_steps_are_paid_for_by_their_mean() -> None:
     assert times.tree_ms(Tree.chain(1)) == pytest.approx(22.0)
     assert times.costs(np.ones(1), 1).step_ms(Tree.chain(1)) == pytest.approx(22.0)
     assert latency_table({1: 10.0}).mean_over_median == 1.0  # where only medians are known
+
+
+def test_a_familys_times_are_those_of_its_trees() -> None:
+    order = spread_tree(1, 3, 5).paths
+    table = latency_table({width: 10.0 + width for width in range(1, 12) if width != 4}, contexts={16: 1.0, 99: 1.5})
+    for draft in (priced(lambda depth, n: 1.0 + n**1.5 + depth), table.draft_times(), priced(lambda d, n: 1.0, (1, 2))):
+        times = replace(StepTimes.of(table, 1), draft=draft, scale=1.25)
+        sizes = [1, 2, 3, 6, len(order)]
+        expected = [times.tree_ms(Tree(order[:size])) for size in sizes]
+        np.testing.assert_allclose(times.family_ms(order, sizes), expected)
+    assert times.family_ms(order, []).shape == (0, 2)
 
 
 # The solvers' affine model

@@ -194,7 +194,7 @@ def _families(
         for cap in _depth_caps(depth, settings)
     ]
     wanted = [_sizes(family, widths, families[:index]) for index, family in enumerate(families)]
-    if shortlist and not judge.times.draft.by_expanded:
+    if shortlist:
         wanted = _shortlisted(judge, families, wanted, settings)
     return [(family.order, sizes) for family, sizes in zip(families, wanted, strict=True) if sizes]
 
@@ -262,8 +262,7 @@ def _shortlisted(
     speeds = []
     for family, sizes in zip(families, wanted, strict=True):
         expected = family.expected_tokens()
-        times = [judge.times.tree_ms(family.tree(size)) for size in sizes]
-        typical = np.array(times).reshape(len(sizes), -1) @ judge.context_weights if sizes else np.zeros(0)
+        typical = judge.times.family_ms(family.order, sizes) @ judge.context_weights
         speeds.append(np.nan_to_num(expected[sizes] / typical).tolist())
     bar = _SHORTLIST * max((speed for rates in speeds for speed in rates), default=0.0)
     return [

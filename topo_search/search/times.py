@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from jaxtyping import Float
 
 from topo_search.cost import DraftTimes, LatencyTable
 from topo_search.search.step_costs import DraftCosts, StepCosts
-from topo_search.tree import Tree
+from topo_search.tree import Path, Tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,20 @@ class StepTimes:
         """Step time of a tree at each context; NaN where its width or its draft was not measured."""
         verify = self.verify_ms.get(tree.verify_width)
         return np.full(len(self.contexts), np.nan) if verify is None else verify + self.scale * self.draft.of(tree)
+
+    def family_ms(self, order: Sequence[Path], sizes: Sequence[int]) -> Float[np.ndarray, "sizes contexts"]:
+        """The same of the trees of the first `sizes` nodes, ascending, of a nested family."""
+        found, expanded, counts, size = [], set(), [0] * max(map(len, order), default=0), 0
+        for wanted in sizes:
+            for path in order[size:wanted]:
+                if path[:-1] not in expanded:
+                    expanded.add(path[:-1])
+                    counts[len(path) - 1] += 1
+            size = wanted
+            draft_ms = self.draft.of_counts([count for count in counts if count])
+            verify = self.verify_ms.get(size + 1, np.full(len(self.contexts), np.nan))
+            found.append(verify + self.scale * draft_ms)
+        return np.array(found).reshape(len(sizes), len(self.contexts))
 
     def costs(self, weights: Float[np.ndarray, " contexts"], max_depth: int) -> StepCosts:
         """What the ratio solvers need: one time per width, averaged over contexts, and affine draft calls.
