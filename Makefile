@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@touch $@
 
 $(VENV)/.tools: $(VENV)/.installed
-	$(PIP) install --quiet --constraint constraints.txt --group dev
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[quant]' --group dev
 	@touch $@
 
 # The wheel, in an environment of its own, run from another folder: nothing of the checkout is at hand there.

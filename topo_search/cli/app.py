@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so that help is instant and `op
 
 from __future__ import annotations
 
+import logging
 import sys
 import warnings
 from typing import Any
@@ -38,6 +39,8 @@ app.add_typer(train.app, name="train")
 def main() -> None:
     """Run the command line; exit code 2 for bad input, 1 for a broken promise."""
     warnings.showwarning = _show_warning
+    for noisy in ("torchao", "torch.utils._pytree"):  # transformers imports torchao wherever it is installed
+        logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         app()
     except InputError as error:

@@ -43,6 +43,7 @@ def bench(
     as_json: options.Json = False,
     allow_mismatch: options.AllowMismatch = False,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
@@ -58,7 +59,13 @@ def bench(
 
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
-    settings: dict[str, Any] = {"dtype": dtype, "device": device, "attention": attention, "tokenizer": tokenizer}
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "attention": attention,
+        "tokenizer": tokenizer,
+        "quantize": quantize,
+    }
     model = load_model(target, **settings, mode=mode)
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
 

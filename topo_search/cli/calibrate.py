@@ -34,6 +34,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="Trace file, or folder for trace and table.")] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not time the step afterwards.")] = False,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
@@ -57,12 +58,12 @@ def calibrate(
 
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     drawn = (f"T{temperature:g}", f"seed{seed}") if rule.samples else ()
-    stem = artefact_stem(target, heads, max_new_tokens, *drawn)
+    stem = artefact_stem(target, quantize or "", heads, max_new_tokens, *drawn)
     path = output_file(out, stem, TRACE_SUFFIX)
     found = chosen_prompts(
         prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
     )
-    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
+    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize)
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
 
     from topo_search.calibrate import encode_prompts
@@ -76,7 +77,8 @@ def calibrate(
     if not no_measure:
         from topo_search.cli.measure import quick_measure
 
-        quick_measure(model, draft_heads, out=path.parent, target=target, heads=heads, seed=seed)
+        stem = artefact_stem(target, quantize or "", heads)
+        quick_measure(model, draft_heads, out=path.parent, stem=stem, seed=seed)
     note("Next: topo-search optimize --budget 64")
 
 

@@ -30,6 +30,7 @@ def distill(
     batch_size: Annotated[int, typer.Option(min=1, help="Prompts answered together.")] = 64,
     seed: options.Seed = 0,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
@@ -44,7 +45,7 @@ def distill(
     from topo_search.report.console import note
 
     rule = chosen_rule(temperature, top_k, top_p, min_p, 0.0, seed)
-    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer)
+    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize)
     text = write_text_store(
         model,
         out,

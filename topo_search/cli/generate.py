@@ -36,6 +36,7 @@ def generate(
     prune_depth: Annotated[int | None, typer.Option(min=0, help="Leave out deeper nodes of the tree.")] = None,
     allow_mismatch: options.AllowMismatch = False,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
@@ -53,7 +54,9 @@ def generate(
     if raw and prompt is None:
         raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
-    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, mode=mode)
+    model = load_model(
+        target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, mode=mode
+    )
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
     shape = fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch, rule=rule).tree
 

@@ -39,6 +39,7 @@ def load_model(
     device: str,
     attention: str,
     tokenizer: str | None,
+    quantize: str | None = None,
     mode: str = "auto",
     pack: bool = True,
 ) -> Target:
@@ -46,14 +47,17 @@ def load_model(
     from topo_search.decode.modes import ready_mode
 
     ready = ready_mode(mode, device)
-    note(f"Loading target {target} ({dtype}, {device}, {ready}) ...")
+    weights = dtype if quantize is None else f"{quantize} weights, {dtype}"
+    note(f"Loading target {target} ({weights}, {device}, {ready}) ...")
     from transformers.utils import logging
 
     from topo_search.target import load_target
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    loaded = load_target(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, pack=pack)
+    loaded = load_target(
+        target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, pack=pack
+    )
     return replace(loaded, mode=ready)
 
 

@@ -33,6 +33,7 @@ def measure(
     out: Annotated[Path | None, typer.Option(help="Latency file, or folder.")] = None,
     plot: Annotated[Path | None, typer.Option(help="PNG of the staircase; needs the extra `plot`.")] = None,
     dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
@@ -45,17 +46,18 @@ def measure(
 
     Examples: topo-search measure | topo-search measure --quick --contexts 64,256 --batches 1,4
     """
-    from topo_search.cli.inputs import load_draft_heads, load_model
+    from topo_search.cli.inputs import artefact_stem, load_draft_heads, load_model
 
     grid = _grid(max_width=max_width, quick=quick, contexts=contexts, rounds=rounds, batches=batches, seed=seed)
     if plot is not None:
         from topo_search.report.staircase import require_plot
 
         require_plot(plot)
-    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, mode=mode)
-    found = run_measure(
-        model, load_draft_heads(heads, model, dtype=heads_dtype), grid, out=out, target=target, heads=heads
+    model = load_model(
+        target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, mode=mode
     )
+    stem = artefact_stem(target, quantize or "", heads)
+    found = run_measure(model, load_draft_heads(heads, model, dtype=heads_dtype), grid, out=out, stem=stem)
     if plot is not None:
         from topo_search.report.console import note
         from topo_search.report.staircase import plot_staircase
@@ -64,18 +66,18 @@ def measure(
         note(f"Wrote {plot}")
 
 
-def quick_measure(model: Target, draft_heads: DraftHeads, *, out: Path, target: str, heads: str, seed: int) -> None:
+def quick_measure(model: Target, draft_heads: DraftHeads, *, out: Path, stem: str, seed: int) -> None:
     """The quick grid, as `calibrate` ends with it."""
     from topo_search.measure import MeasureGrid
 
-    run_measure(model, draft_heads, MeasureGrid.quick(max_width=64, seed=seed), out=out, target=target, heads=heads)
+    run_measure(model, draft_heads, MeasureGrid.quick(max_width=64, seed=seed), out=out, stem=stem)
 
 
 def run_measure(
-    model: Target, draft_heads: DraftHeads, grid: MeasureGrid, *, out: Path | None, target: str, heads: str
+    model: Target, draft_heads: DraftHeads, grid: MeasureGrid, *, out: Path | None, stem: str
 ) -> LatencyTable:
-    """Measure `grid`, write the table and show it."""
-    from topo_search.cli.inputs import artefact_stem, output_file
+    """Measure `grid`, write the table, named `stem` unless `out` is a file, and show it."""
+    from topo_search.cli.inputs import output_file
     from topo_search.files.latency_file import LATENCY_SUFFIX, write_latency
     from topo_search.files.prompts import packaged_prompts
     from topo_search.measure import measure as run
@@ -83,7 +85,7 @@ def run_measure(
     from topo_search.report.console import note, progress, stdout
     from topo_search.report.staircase import staircase_tables
 
-    path = output_file(out, artefact_stem(target, heads), LATENCY_SUFFIX)
+    path = output_file(out, stem, LATENCY_SUFFIX)
     note(
         f"Timing {len(grid.widths)} widths at contexts {', '.join(map(str, grid.contexts))}, batch "
         f"{', '.join(map(str, grid.batches))}, {grid.rounds} rounds; leave the machine otherwise idle ..."

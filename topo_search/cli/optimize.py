@@ -121,6 +121,9 @@ RaceNumPrompts = Annotated[int, typer.Option(min=1, help="Prompts to race on.", 
 RaceTokens = Annotated[int, typer.Option(min=2, help="Cap of raced answers.", rich_help_panel=_STUDY)]
 RaceRepeats = Annotated[int, typer.Option(min=1, help="Passes per raced tree.", rich_help_panel=_STUDY)]
 RaceDtype = Annotated[str, typer.Option(help="Precision of the raced model.", rich_help_panel=_STUDY)]
+RaceQuantize = Annotated[
+    str | None, typer.Option("--quantize", help="int8 or int4 weights of the raced model.", rich_help_panel=_STUDY)
+]
 RaceDevice = Annotated[str, typer.Option(help="Device to race on.", rich_help_panel=_STUDY)]
 OutOption = Annotated[Path, typer.Option(help="Folder for the tree files.")]
 
@@ -152,6 +155,7 @@ def optimize(
     max_new_tokens: RaceTokens = 64,
     repeats: RaceRepeats = 3,
     dtype: RaceDtype = "float32",
+    quantize: RaceQuantize = None,
     device: RaceDevice = "cpu",
     out: OutOption = options.TREES_FOLDER,
     as_json: options.Json = False,

@@ -22,6 +22,10 @@ HeadsDtype = Annotated[
     typer.Option("--heads-dtype", help="Precision of the heads; the target's by default.", rich_help_panel="Model"),
 ]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or float64.", rich_help_panel="Model")]
+Quantize = Annotated[
+    str | None,
+    typer.Option("--quantize", help="int8 or int4 weights, by torchao (extra quant).", rich_help_panel="Model"),
+]
 Device = Annotated[str, typer.Option(help="Torch device, e.g. cpu or cuda.", rich_help_panel="Model")]
 Attention = Annotated[str, typer.Option(help="auto, grouped, sdpa or eager.", rich_help_panel="Model")]
 Mode = Annotated[

@@ -129,7 +129,14 @@ def _race(trace: RankTrace, seed: Tree, asked: dict[str, Any]) -> RaceObjective:
     if asked["prompts"] is None:
         seen = {prompt.id for prompt in trace.prompts}
         found = [prompt for prompt in found if prompt.id in seen] or found
-    model = load_model(asked["target"], dtype=asked["dtype"], device=asked["device"], attention="auto", tokenizer=None)
+    model = load_model(
+        asked["target"],
+        dtype=asked["dtype"],
+        device=asked["device"],
+        attention="auto",
+        tokenizer=None,
+        quantize=asked["quantize"],
+    )
     heads = load_draft_heads(asked["heads"], model)
     for what, given, loaded in (
         ("The trace's target", trace.target, model.identity),

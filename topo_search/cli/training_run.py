@@ -45,6 +45,7 @@ class Job:
     device: str
     attention: str
     tokenizer: str | None
+    quantize: str | None
 
 
 def job_of(given: dict[str, Any]) -> Job:
@@ -61,7 +62,7 @@ def job_of(given: dict[str, Any]) -> Job:
         raise InputError(f"--out {given['out']} is a file; give a folder.")
     of_recipe = ("epochs", "batch_texts", "learning_rate", "head_decay", "sampled_tokens", "distill", "seed")
     same = ("target", "out", "text", "prompts", "num_prompts", "max_new_tokens", "num_heads", "shortlist", "held_out")
-    rest = ("dtype", "device", "attention", "tokenizer")
+    rest = ("dtype", "device", "attention", "tokenizer", "quantize")
     return Job(
         recipe=Recipe(**{name: given[name] for name in of_recipe}),
         ordinary=given["ordinary_text"] or [],
@@ -89,7 +90,14 @@ def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], a
     from topo_search.training.loss import HeadLoss, shorten_projection
 
     device = job.device if accelerator is None else str(accelerator.device)
-    model = load_model(job.target, dtype=job.dtype, device=device, attention=job.attention, tokenizer=job.tokenizer)
+    model = load_model(
+        job.target,
+        dtype=job.dtype,
+        device=device,
+        attention=job.attention,
+        tokenizer=job.tokenizer,
+        quantize=job.quantize,
+    )
     with _first(accelerator):
         text = training_text(model, job)
     train_text, held_text = split_held_out(text, job.held_out, seed=job.recipe.seed)

@@ -201,7 +201,7 @@ class Batch:
 
     def _noise(self) -> Float[Tensor, "batch depth vocab"] | None:
         requests = torch.tensor([row.sampler.request for row in self.rows], device=self.target.device)
-        depth, vocab = self.plan.tree.depth, self.target.output_weight.shape[0]
+        depth, vocab = self.plan.tree.depth, self.target.vocab_size
         return candidate_noise(self.rows[0].sampler.rule, requests, self.cache.lengths, depth=depth, vocab=vocab)
 
     def _mask(self) -> Tensor | dict[str, Tensor]:

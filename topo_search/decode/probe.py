@@ -22,8 +22,10 @@ from topo_search.tree import Tree
 
 _PROBE_TREE = Tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 _PROMPT_TOKENS = 12
-# float64 too has parts in fp32: norms, and the softmax of eager attention.
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 2e-1}
+# float64 too has parts in fp32: norms, and the softmax of eager attention. In lower precision rounding grows with the
+# layers: the demo target's 30 move logits of up to 33 by 0.08 in fp16 and 0.64 in bf16, with int4 weights by 0.11 and
+# 0.89. A token that is wrongly seen or misplaced moves them by 10 and more, so twice what was met is allowed.
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 7e-2, torch.bfloat16: 6e-1}
 
 
 def probe(target: Target) -> bool:

@@ -60,7 +60,7 @@ class TreeStep:
     def _noise(self, state: DecodeState) -> Float[Tensor, "1 depth vocab"] | None:
         device = self.input_ids.device
         request, root = (torch.tensor([n], device=device) for n in (state.sampler.request, state.cache.length))
-        depth, vocab = self.plan.tree.depth, self.target.output_weight.shape[0]
+        depth, vocab = self.plan.tree.depth, self.target.vocab_size
         return candidate_noise(state.sampler.rule, request, root, depth=depth, vocab=vocab)
 
     def verify(self, state: DecodeState) -> Int[Tensor, " emitted"]:

@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from topo_search.decode.cache import SlotCache
 from topo_search.identity import TargetIdentity
 from topo_search.ranking import best_token
+from topo_search.target.quantization import dense
 
 EAGER, GRAPH = "eager", "graph"
 
@@ -76,9 +77,26 @@ class Target:
 
     @property
     def output_weight(self) -> Float[Tensor, "vocab hidden"]:
-        """The projection's matrix."""
+        """The projection's matrix, de-quantised where it is quantised.
+
+        Raises:
+            InputError: it is quantised in a way that only its layer can read.
+        """
         weight: Tensor = self.output_layer.weight  # type: ignore[assignment]
-        return weight.detach()
+        return dense(weight, self.identity.name)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the output layer, those that no tokenizer entry backs included."""
+        return self._output_shape[0]
+
+    @property
+    def _output_shape(self) -> tuple[int, int]:
+        layer: Any = self.output_layer
+        if layer.weight.is_floating_point():
+            vocab, hidden = layer.weight.shape
+            return vocab, hidden
+        return layer.out_features, layer.in_features  # quantised weights have the shape of their packing
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +117,7 @@ class Target:
     @property
     def hidden_size(self) -> int:
         """Width of the hidden states that the output layer reads; OPT-350m's blocks are wider."""
-        return self.output_weight.shape[1]
+        return self._output_shape[1]
 
     def new_cache(self, capacity: int, *, batch: int = 1) -> SlotCache:
         """A preallocated cache of `capacity` tokens per row."""

@@ -17,6 +17,7 @@ from topo_search.target.fingerprint import weights_fingerprint
 from topo_search.target.fused import fuse_layers
 from topo_search.target.gguf import converted_folder, demo_gguf
 from topo_search.target.packing import pack_linears
+from topo_search.target.quantization import known_quantization, quantization_of, torchao_settings
 
 DTYPES = {
     "float32": torch.float32,
@@ -36,6 +37,7 @@ def load_target(
     device: str = "cpu",
     attention: str = "auto",
     tokenizer: str | None = None,
+    quantize: str | None = None,
     pack: bool = True,
 ) -> Target:
     """The target that `spec` names, ready for tree decoding.
@@ -47,26 +49,43 @@ def load_target(
         attention: `grouped`, `sdpa` or `eager`; the others take no 4-D mask. `auto` takes `eager` where attention
             scores are soft-capped, `grouped` where queries share key-value heads, else `sdpa`.
         tokenizer: a hub name or folder whose tokenizer replaces the model's own.
+        quantize: `int8` or `int4` weights by torchao, output layer and embeddings excepted; the unquantised model is
+            loaded first, in bf16, since its fingerprint and shape are needed.
         pack: pack fp32 linear weights for oneDNN on a CPU.
 
     Raises:
-        InputError: the model is missing, unreadable, not decoder-only, or cannot take a 4-D mask.
+        InputError: the model is missing, unreadable, not decoder-only, cannot take a 4-D mask, or cannot be quantised.
     """
     torch_dtype, torch_device = known_dtype(dtype), _usable_device(device)
+    quantize = known_quantization(quantize, dtype=dtype, device=device)
     if attention != "auto":
         _require_masked(attention)
     source, note = _resolve(spec)
-    model = _load_model(source, spec, torch_dtype, attention).to(torch_device)
+    fingerprint, settings = None, None
+    if quantize is not None:
+        whole = _load_model(source, spec, torch.bfloat16, attention, torch.device("cpu"))
+        fingerprint, settings = weights_fingerprint(whole), torchao_settings(quantize, whole, spec)
+        del whole
+    model = _load_model(source, spec, torch_dtype, attention, torch_device, settings)
     text_tokenizer = _load_tokenizer(tokenizer or source, tokenizer or spec)
     if note is not None:
         require_sane(model, text_tokenizer, spec)
-    return make_target(model, text_tokenizer, name=spec, dtype=dtype, note=note, pack=pack)
+    if quantize is not None:
+        note = f"{quantize} weights made by torchao" + (" from a dense copy of the GGUF" if note else "")
+    return make_target(model, text_tokenizer, name=spec, dtype=dtype, note=note, fingerprint=fingerprint, pack=pack)
 
 
 def make_target(
-    model: Any, tokenizer: Any, *, name: str, dtype: str, note: str | None = None, pack: bool = True
+    model: Any,
+    tokenizer: Any,
+    *,
+    name: str,
+    dtype: str,
+    note: str | None = None,
+    fingerprint: str | None = None,
+    pack: bool = True,
 ) -> Target:
-    """Wrap a model that is already in memory.
+    """Wrap a model that is already in memory; `fingerprint` is of the weights before they were quantised, if they were.
 
     Raises:
         InputError: the model is not decoder-only, or its cache or mask cannot serve trees.
@@ -75,7 +94,12 @@ def make_target(
     model.eval().requires_grad_(False)
     kv_shape = _kv_shape(model, name)
     config = model.config.get_text_config()
-    identity = TargetIdentity(name=name, fingerprint=weights_fingerprint(model), dtype=dtype)
+    identity = TargetIdentity(
+        name=name,
+        fingerprint=fingerprint or weights_fingerprint(model),
+        dtype=dtype,
+        quantization=quantization_of(model.config),
+    )
     if pack:
         fuse_layers(model)
     packed = pack and pack_linears(model, output_layer=model.get_output_embeddings()) > 0
@@ -168,7 +192,10 @@ def _resolve(spec: str) -> tuple[str, str | None]:
     return spec, None
 
 
-def _load_model(source: str, spec: str, dtype: torch.dtype, attention: str) -> Any:
+def _load_model(
+    source: str, spec: str, dtype: torch.dtype, attention: str, device: torch.device, quantization: Any = None
+) -> Any:
+    """The model on its device; a quantised one cannot be moved there later, so that transformers places it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -176,9 +203,15 @@ def _load_model(source: str, spec: str, dtype: torch.dtype, attention: str) -> A
         if getattr(config, "is_encoder_decoder", False):
             raise InputError(f"{spec} is an encoder-decoder ({config.model_type}); trees need a decoder-only model.")
         chosen = suited_attention(config.get_text_config()) if attention == "auto" else attention
-        return AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=chosen, use_safetensors=True
+        placed: dict[str, Any] = {}
+        if quantization is not None or quantization_of(config) is not None:
+            placed = {"device_map": {"": device}}
+            if quantization is not None:
+                placed["quantization_config"] = quantization
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=chosen, use_safetensors=True, **placed
         )
+        return model if placed else model.to(device)
     except (OSError, ValueError, KeyError, ImportError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InputError(f"Target {spec} cannot be loaded as a decoder-only model: {first_line}") from None

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from topo_search.target.quantization import is_plain
+
 _WIDTH_HINT = 16  # the layout oneDNN picks for it serves every width from 1 on
 
 
@@ -55,7 +57,7 @@ def can_pack() -> bool:
 
 
 def pack_linears(model: nn.Module, *, output_layer: nn.Module | None = None) -> int:
-    """Replace every fp32 CPU linear layer of `model` by a packed one; returns how many.
+    """Replace every fp32 CPU linear layer of `model` by a packed one, quantised ones excepted; returns how many.
 
     The unpacked weights are released, save that of `output_layer`, which draft heads copy and train against. Zero
     where the build cannot pack.
@@ -65,7 +67,11 @@ def pack_linears(model: nn.Module, *, output_layer: nn.Module | None = None) -> 
     packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+            if type(child) is nn.Linear and _is_packable(child.weight):
                 setattr(parent, name, PackedLinear(child, keep_weight=child is output_layer))
                 packed += 1
     return packed
+
+
+def _is_packable(weight: Tensor) -> bool:
+    return is_plain(weight) and weight.dtype == torch.float32 and weight.device.type == "cpu"

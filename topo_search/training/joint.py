@@ -142,8 +142,13 @@ class Adapted:
         """Put adapters that change nothing yet into the target's model.
 
         Raises:
-            InputError: the library peft is missing, or the target's weights are packed for inference.
+            InputError: the library peft is missing, or the target's weights are packed for inference or quantised.
         """
+        if target.identity.quantization is not None:
+            raise InputError(
+                f"The weights of {target.identity.name} are quantised ({target.identity.quantization}) and cannot be "
+                "merged with what they learn; train the unquantised model, or heads alone (topo-search train medusa)."
+            )
         if target.packed:
             raise InputError(
                 f"The weights of {target.identity.name} are packed for inference; load it with pack=False."

@@ -58,7 +58,8 @@ def cached_states(
             the disk is full.
     """
     _require_known(target, text)
-    name = f"states-{target.identity.fingerprint}-{target.identity.dtype}-{text.digest}"
+    held = (target.identity.dtype, *(target.identity.quantization or "").split())
+    name = "-".join(["states", target.identity.fingerprint, *held, text.digest])
     path, log = folder / f"{name}.f16", folder / f"{name}.json"
     shape = (len(text.tokens), target.hidden_size)
     if not len(text.tokens):
@@ -168,4 +169,4 @@ def _require_known(target: Target, text: TrainingText) -> None:
 
 
 def _table(target: Target) -> int:
-    return int(target.output_weight.shape[0])
+    return target.vocab_size

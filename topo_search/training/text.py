@@ -176,6 +176,7 @@ def open_store(target: Target, store: Path, *, max_new_tokens: int, seed: int = 
     """
     settings = {
         "target": target.identity.fingerprint,
+        "quantization": target.identity.quantization,
         "max_new_tokens": max_new_tokens,
         "seed": seed,
         "rule": recorded(rule),

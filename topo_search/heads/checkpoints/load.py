@@ -105,7 +105,7 @@ def read_checkpoint(spec: str, target: Target) -> Checkpoint:
 def _require_fit(blocks: nn.Module, token_map: Tensor | None, target: Target, spec: str) -> None:
     """Refuse what cannot work with the target, on the CPU, before any device work."""
     shape: Any = blocks.shape
-    vocab, hidden = target.output_weight.shape
+    vocab, hidden = target.vocab_size, target.hidden_size
     if shape.hidden != hidden:
         raise MismatchError(
             f"Heads {spec} are for hidden size {shape.hidden}, but target {target.identity.name} has {hidden}."
