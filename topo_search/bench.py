@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -108,7 +109,8 @@ class RaceResult:
         found = []
         for standing in self.standings:
             found += [
-                f"{standing.name}: text of {d.prompt} differs at token {d.position} (two best logits {d.gap:.2g} apart)"
+                f"{standing.name}: text of {d.prompt} differs at token {d.position}, {d.found} and not {d.expected} "
+                f"(two best logits {d.gap:.2g} apart, rounding explains {d.bound:.2g})"
                 for d in standing.divergences
                 if not d.explained
             ]
@@ -155,7 +157,8 @@ def race(course: Course, contenders: Sequence[Contender], *, progress: Progress 
         InputError: a tree is deeper than the heads.
         CheckError: the start-up probe failed.
     """
-    runs = _run_all(course, contenders, progress)
+    decoders = _decoders(course, contenders)
+    runs = _run_all(course, contenders, decoders, progress)
     answers = [
         teacher_forced(course.target, p.tokens, run.tokens, index=i, end="eos" if run.end == "eos" else "cap")
         for i, (p, run) in enumerate(zip(course.prompts, runs[PLAIN][0], strict=True))
@@ -163,23 +166,37 @@ def race(course: Course, contenders: Sequence[Contender], *, progress: Progress 
     identity = empty_trace(course.target, course.heads, max_new_tokens=course.max_new_tokens, rule=course.rule)
     trace = trace_of_answers(identity, course.heads, course.prompts, answers)
     return RaceResult(
-        standings=tuple(_standing(course, contender, runs, trace, answers) for contender in contenders),
+        standings=tuple(_standing(course, contender, runs, trace, answers, decoders) for contender in contenders),
         ratios=tuple(_ratios(runs, [contender.name for contender in contenders])),
         prompts=len(course.prompts),
         repeats=course.repeats,
     )
 
 
-def _run_all(course: Course, contenders: Sequence[Contender], progress: Progress | None) -> Runs:
+def _answer(
+    course: Course,
+    decoders: dict[str, TreeDecoder],
+    name: str,
+    prompt: EncodedPrompt,
+    cap: int,
+    processor: Any = None,
+) -> Decoded:
+    """One contender's answer; the processor sees the logits of every token."""
+    drawn: dict[str, Any] = {
+        "rule": course.rule,
+        "request": prompt.request,
+        "processors": [] if processor is None else [processor],
+    }
+    if name in decoders:
+        return decoders[name].generate(prompt.tokens, max_new_tokens=cap, **drawn)
+    return generate_plain(course.reference, prompt.tokens, max_new_tokens=cap, **drawn)
+
+
+def _run_all(
+    course: Course, contenders: Sequence[Contender], decoders: dict[str, TreeDecoder], progress: Progress | None
+) -> Runs:
     """Every contender answers a prompt before any answers the next; who starts rotates."""
-    decoders = _decoders(course, contenders)
-
-    def answer(name: str, prompt: EncodedPrompt, cap: int) -> Decoded:
-        drawn: dict[str, Any] = {"rule": course.rule, "request": prompt.request}
-        if name in decoders:
-            return decoders[name].generate(prompt.tokens, max_new_tokens=cap, **drawn)
-        return generate_plain(course.reference, prompt.tokens, max_new_tokens=cap, **drawn)
-
+    answer = partial(_answer, course, decoders)
     names = [contender.name for contender in contenders]
     for name in names:
         answer(name, course.prompts[0], min(_WARM_UP_TOKENS, course.max_new_tokens))
@@ -208,14 +225,19 @@ def _decoders(course: Course, contenders: Sequence[Contender]) -> dict[str, Tree
 
 
 def _standing(
-    course: Course, contender: Contender, runs: Runs, trace: RankTrace, answers: Sequence[Answer]
+    course: Course,
+    contender: Contender,
+    runs: Runs,
+    trace: RankTrace,
+    answers: Sequence[Answer],
+    decoders: dict[str, TreeDecoder],
 ) -> Standing:
     repeats, tree = runs[contender.name], contender.tree
     stats = DecodeStats.of(length for run in repeats[0] for length in run.accepted)
     rates = [_tokens_per_s(passed) for passed in repeats]
     decode_ms = [sum(run.decode_ms for run in passed) for passed in repeats]
     walks = None if tree is None else replay(trace, [tree])
-    divergences = tuple(_divergences(course, runs[GENERATE][0], repeats[0]))
+    divergences = tuple(_divergences(course, decoders, contender.name, runs[GENERATE][0], repeats[0]))
     return Standing(
         name=contender.name,
         stats=stats,
@@ -233,11 +255,24 @@ def _standing(
     )
 
 
-def _divergences(course: Course, expected: Sequence[Decoded], found: Sequence[Decoded]) -> list[Divergence]:
-    triples = zip(course.prompts, expected, found, strict=True)
+def _divergences(
+    course: Course, decoders: dict[str, TreeDecoder], name: str, expected: Sequence[Decoded], found: Sequence[Decoded]
+) -> list[Divergence]:
     parted = (
-        divergence(course.target, p.id, p.tokens, e.tokens, f.tokens, rule=course.rule, request=p.request)
-        for p, e, f in triples
+        divergence(
+            course.target,
+            p.id,
+            p.tokens,
+            e.tokens,
+            f.tokens,
+            rule=course.rule,
+            request=p.request,
+            reruns=(
+                partial(_answer, course, decoders, GENERATE, p),
+                partial(_answer, course, decoders, name, p),
+            ),
+        )
+        for p, e, f in zip(course.prompts, expected, found, strict=True)
     )
     return [point for point in parted if point]
 

@@ -174,7 +174,7 @@ def test_another_text_is_a_failure_that_names_prompt_and_token(monkeypatch: pyte
     assert [point.position for point in found.divergences] == [7] * len(PROMPTS)
     assert found.mismatches == ()  # replay knows the plain text only
     assert len(result.failures) == len(PROMPTS)
-    assert result.failures[0].startswith("best tree: text of p0 differs at token 7 (two best logits ")
+    assert result.failures[0].startswith("best tree: text of p0 differs at token 7, ")
 
 
 def test_near_ties_are_listed_and_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def heads(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("quantize", "dtype"), WAYS)
 def test_trees_write_the_quantised_targets_own_text(quantize: str, dtype: str, folder: Path, heads: Path) -> None:
-    """FIELD-CASES 29, 30: heads in the target's precision, their projection shared with its unquantised output layer."""
+    """FIELD-CASES 29, 30: heads in the target's precision, sharing its unquantised output layer."""
     target = load_target(str(folder), dtype=dtype, quantize=quantize)
     assert str(target.dtype) == f"torch.{dtype}"
     plain = generate_plain(target, PROMPT, max_new_tokens=12)
@@ -93,7 +93,9 @@ def test_a_checkpoint_that_is_quantised_already_loads_as_it_is(folder: Path, hea
     assert text[0] == text[1]
     with pytest.raises(MismatchError, match="were trained for target tiny"):
         load_heads(str(heads), target)
-    with pytest.raises(InputError, match=r"is quantised already \(torchao Int8WeightOnly PerRow\); leave --quantize out"):
+    with pytest.raises(
+        InputError, match=r"is quantised already \(torchao Int8WeightOnly PerRow\); leave --quantize out"
+    ):
         load_target(str(tmp_path), dtype="bfloat16", quantize="int4")
 
 

@@ -219,7 +219,11 @@ def _report(result: RaceResult, *, mode: str, as_json: bool) -> None:
     for standing in result.standings:
         for point in standing.divergences:
             kind = "near-tie" if point.near_tie else "filter edge" if point.filter_edge else "DIFFERENCE"
-            note(f"{kind}: {standing.name}, {point.prompt}, token {point.position}, gap {point.gap:.2g}")
+            gaps = "" if point.gaps is None else f" ({point.gaps[0]:.2g} in generate, {point.gaps[1]:.2g} here)"
+            note(
+                f"{kind}: {standing.name}, {point.prompt}, token {point.position}: {point.found}, not "
+                f"{point.expected}; two best logits {point.gap:.2g} apart{gaps}, rounding explains {point.bound:.2g}"
+            )
         for step in standing.mismatches:
             kind = "near-tie" if step.near_tie else "MISMATCH"
             counts = f"{step.decoded} accepted, replay {step.replayed}"
