@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 from folders import save_tiny_heads, save_tiny_target
+from models import must_not_run
 from safetensors.numpy import load_file
 
 from topo_search.cli.app import main
@@ -481,3 +483,83 @@ def test_the_module_is_the_same_command(tmp_path: Path) -> None:
     )
     for command in ("calibrate", "measure", "optimize", "show", "export", "schema", "generate", "bench", "train"):
         assert command in done.stdout
+
+
+def test_cheap_faults_are_named_before_the_model_is_loaded(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("topo_search.target.load_target", must_not_run)
+    good = _tree(tmp_path / "good.tree.json", [[0]], mask=None)
+    broken = _tree(tmp_path / "broken.tree.json", [[0, 0]])
+    (tmp_path / "empty.jsonl").write_text("")
+    _refused(run("generate", "w1", "--tree", "none.tree.json"), "none.tree.json does not exist")
+    _refused(run("generate", "w1", "--tree", broken), "broken.tree.json", "prefix [0]")
+    _refused(run("generate", "w1", "--tree", good, "--heads", "./nowhere"), "Heads folder ./nowhere does not exist")
+    _refused(run("generate", " ", "--tree", good), "The prompt is empty")
+    _refused(run("generate", "w1", "--temperature", -1), "temperature is -1.0; it must be 0 (greedy) or above")
+    for top_p in (0, 1.5):
+        _refused(run("generate", "w1", "--temperature", 1, "--top-p", top_p), f"top_p is {float(top_p)}")
+    for command in (["heads", "./nowhere"], ["measure", "--heads", "./nowhere"], ["calibrate", "--heads", "./nowhere"]):
+        _refused(run(*command), "Heads folder ./nowhere does not exist")
+    _refused(run("bench", "--tree", good, "--chain", "none.tree.json"), "none.tree.json does not exist")
+    _refused(run("train", "medusa", "--text", "none", "--out", "out"), "none is no text store")
+    _refused(run("train", "medusa-2", "--prompts", "none.jsonl", "--out", "out"), "none.jsonl")
+    for bad in ("none.jsonl", "empty.jsonl"):
+        _refused(run("distill", "--prompts", bad, "--out", "text"), bad)
+    assert not (tmp_path / "text").exists()
+    code, _, err = run("generate", "w1", "--max-new-tokens", -3)
+    assert (code, "--max-new-tokens" in err, "-3" in err) == (2, True, True)
+
+
+def test_prompts_that_do_not_fit_leave_no_store(run: Run, tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "w1 " * 140}))
+    asked = ["distill", "--target", tiny_folders["target"], "--prompts", "long.jsonl", "--out", "text"]
+    _refused(run(*asked), "context of 128")
+    assert not (tmp_path / "text").exists()
+
+
+def test_a_batch_beyond_the_table(run: Run, calibrated: list[object]) -> None:
+    _refused(run("optimize", "--budget", 4, "--batch", 8), "batch 8", "batch 1")
+
+
+def test_weights_that_are_not_numbers_stop_cleanly(run: Run, tiny_folders: dict[str, Path], tmp_path: Path) -> None:
+    """Named as what they are, not as a mask that is not honoured; exit code 1, nothing is written."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_folders["target"])
+    with torch.no_grad():
+        model.lm_head.weight[7] = float("nan")
+    shutil.copytree(tiny_folders["target"], tmp_path / "broken")
+    model.save_pretrained(tmp_path / "broken")
+    heads = save_tiny_heads(tmp_path / "heads", tmp_path / "broken")
+    good = _tree(tmp_path / "good.tree.json", [[0]], mask=None)
+    code, out, err = run("generate", "w1", "--target", "broken", "--heads", heads, "--tree", good)
+    assert (code, out) == (1, "")
+    assert "The logits of broken are not finite: its weights or activations overflowed" in err
+    rows = ["--prompts", "mine.jsonl", "--max-new-tokens", 4, "--no-measure"]
+    (tmp_path / "mine.jsonl").write_text(json.dumps({"prompt": "w1"}))
+    code, _, err = run("calibrate", "--target", "broken", "--heads", heads, *rows)
+    assert code == 1
+    assert "logits for position" in err
+    assert not list(tmp_path.glob("calibration/*.safetensors"))
+
+
+def test_an_artefact_of_the_unquantised_target_is_refused_beside_the_quantised_one(
+    run: Run, calibrated: list[object]
+) -> None:
+    """FIELD-CASES 29, 30: never carried over silently; with the flag it serves, with a warning."""
+    pytest.importorskip("torchao", reason="the extra quant is not installed")
+    run("optimize", "--budget", 5, "--objective", "tokens-per-step")
+    asked = ["generate", "w1", *calibrated, "--tree", "trees/best-chain.tree.json", "--quantize", "int8"]
+    words = ("its target", "quantization is None, not 'torchao Int8WeightOnly PerRow'", "--allow-mismatch")
+    _refused(run(*asked), *words)
+    code, _, err = run(*asked, "--allow-mismatch", "--max-new-tokens", 6)
+    assert code == 0, err
+    assert "Warning: trees/best-chain.tree.json: its target" in err
+    rows = ["--prompts", "mine.jsonl", "--max-new-tokens", 8]
+    code, _, err = run("calibrate", *calibrated, *rows, "--no-measure", "--quantize", "int8")
+    assert code == 0, err
+    assert len(list(Path("calibration").glob("*int8*.trace.safetensors"))) == 1
+    race = ["bench", *calibrated, *rows, "--repeats", 1, "--quantize", "int8", "--trace"]
+    _refused(run(*race, next(Path("calibration").glob("target_heads*.trace.safetensors"))), "quantization is None")

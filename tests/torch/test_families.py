@@ -63,6 +63,19 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "GPT-NeoX": lambda: transformers.GPTNeoXConfig(**BLOCKS),
     "OLMo 2": lambda: transformers.Olmo2Config(**GROUPED),
     "Cohere": lambda: transformers.CohereConfig(**GROUPED, logit_scale=0.25),
+    "Mixtral": lambda: transformers.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3-MoE": lambda: transformers.Qwen3MoeConfig(
+        **GROUPED, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+    ),
+    "GPT-OSS": lambda: transformers.GptOssConfig(
+        **GROUPED,
+        head_dim=16,
+        sliding_window=WINDOW,
+        layer_types=MIXED,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    ),
     "Granite": lambda: transformers.GraniteConfig(**GROUPED, logits_scaling=4.0),
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
@@ -117,8 +130,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 @cache
 def target_of(family: str) -> Target:
-    """The family's tiny model in fp32; Gemma 2's soft caps need eager attention."""
-    attention = "eager" if family == "Gemma 2" else "sdpa"
+    """The family's tiny model in fp32; soft caps and attention sinks need eager attention."""
+    attention = "eager" if family in ("Gemma 2", "GPT-OSS") else "sdpa"
     model = tiny_model(FAMILIES[family](), dtype=torch.float32, attention=attention)
     return make_target(model, None, name=family, dtype="float32", pack=False)
 
@@ -171,7 +184,7 @@ def test_windows_are_passed() -> None:
     assert len(PROMPTS[1]) > 2 * WINDOW
     windows = {family: target_of(family).window for family in FAMILIES}
     assert {family for family, window in windows.items() if window == WINDOW} == {
-        *("Qwen2, window", "Mistral", "Gemma 2", "Gemma 3", "Phi-3, window")
+        *("Qwen2, window", "Mistral", "Gemma 2", "Gemma 3", "Phi-3, window", "GPT-OSS")
     }
     assert target_of("Qwen2, window").mixes_layer_types
 

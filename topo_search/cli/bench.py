@@ -55,8 +55,12 @@ def bench(
 
     Examples: topo-search bench | topo-search bench --num-prompts 8 --repeats 3 --json
     """
-    from topo_search.cli.inputs import chosen_prompts, chosen_rule, load_draft_heads, load_model
+    from topo_search.cli.decoding import stored_tree
+    from topo_search.cli.inputs import chosen_prompts, chosen_rule, load_draft_heads, load_model, require_heads
 
+    for path in (tree, chain):
+        stored_tree(path)
+    require_heads(heads)
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
     settings: dict[str, Any] = {

@@ -52,6 +52,7 @@ def calibrate(
         load_draft_heads,
         load_model,
         output_file,
+        require_heads,
     )
     from topo_search.files.trace_file import TRACE_SUFFIX
     from topo_search.report.console import note
@@ -63,6 +64,7 @@ def calibrate(
     found = chosen_prompts(
         prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
     )
+    require_heads(heads)
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize)
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
 

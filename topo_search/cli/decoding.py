@@ -24,9 +24,7 @@ def fitting_tree(
         InputError: the file is missing or broken.
         MismatchError: it was made for something else.
     """
-    if not path.exists():
-        raise InputError(f"Tree file {path} does not exist; run topo-search optimize, or name one.")
-    found = read_tree(path)
+    found = stored_tree(path)
     origin = found.made_from
     if origin is not None:
         require_fit(f"{path}: its target", origin.target, target.identity, allow_mismatch=allow_mismatch)
@@ -56,6 +54,17 @@ def require_mode(what: str, mode: str | None, target: Target, *, allow_mismatch:
             allow_mismatch=allow_mismatch,
             way_out=f"run topo-search measure --mode {target.mode}, or decode with --mode {mode}",
         )
+
+
+def stored_tree(path: Path) -> TreeFile:
+    """The tree of `path`, by itself: cheap enough to ask for before a model is loaded.
+
+    Raises:
+        InputError: the file is missing or broken.
+    """
+    if not path.exists():
+        raise InputError(f"Tree file {path} does not exist; run topo-search optimize, or name one.")
+    return read_tree(path)
 
 
 def require_device(what: str, device: str | None, target: Target, *, allow_mismatch: bool) -> None:

@@ -42,9 +42,12 @@ def distill(
     Example: topo-search distill --target demo --num-prompts 2000 --out text
     """
     from topo_search.cli.inputs import chosen_rule, load_model
+    from topo_search.files.prompts import read_prompts
     from topo_search.report.console import note
 
     rule = chosen_rule(temperature, top_k, top_p, min_p, 0.0, seed)
+    if prompts is not None:
+        read_prompts(prompts)  # a bad file is named before the model is loaded
     model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize)
     text = write_text_store(
         model,
@@ -77,8 +80,8 @@ def write_text_store(
     from topo_search.report.console import progress
     from topo_search.training.text import invent_prompts, open_store, packaged_openings, user_turns, write_answers
 
-    open_store(model, store, max_new_tokens=max_new_tokens, seed=seed, rule=rule)
     if prompts is None:
+        open_store(model, store, max_new_tokens=max_new_tokens, seed=seed, rule=rule)
         with progress("Inventing prompts") as advance:
             turns = invent_prompts(
                 model, packaged_openings(), count=num_prompts, seed=seed, store=store, progress=advance
@@ -86,7 +89,7 @@ def write_text_store(
         asked = user_turns(turns)
     else:
         asked = read_prompts(prompts)
-    encoded = encode_prompts(model, asked, max_new_tokens=max_new_tokens)
+    encoded = encode_prompts(model, asked, max_new_tokens=max_new_tokens)  # before anything of theirs is written
     with progress("Writing answers") as advance:
         return write_answers(
             model,

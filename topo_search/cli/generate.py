@@ -46,14 +46,18 @@ def generate(
 
     Examples: topo-search generate "Explain why the sky is blue." | topo-search generate --temperature 0.7 --seed 1
     """
-    from topo_search.cli.decoding import fitting_tree
-    from topo_search.cli.inputs import chosen_rule, load_draft_heads, load_model
+    from topo_search.cli.decoding import fitting_tree, stored_tree
+    from topo_search.cli.inputs import chosen_rule, load_draft_heads, load_model, require_heads
     from topo_search.errors import InputError
     from topo_search.report.console import note, stdout
 
     if raw and prompt is None:
         raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
+    if prompt is not None and not prompt.strip():
+        raise InputError("The prompt is empty; give a message, or leave it out to chat.")
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    stored_tree(tree)
+    require_heads(heads)
     model = load_model(
         target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, mode=mode
     )

@@ -27,12 +27,13 @@ def heads(
 
     Examples: topo-search heads demo-medusa | topo-search heads my-heads --target NAME --to medusa-a --out for-tgi
     """
-    from topo_search.cli.inputs import load_model
+    from topo_search.cli.inputs import load_model, require_heads
     from topo_search.errors import InputError
     from topo_search.report.console import note, stdout
 
     if (to is None) != (out is None):
         raise InputError("--to and --out belong together: a layout and the folder to write it to.")
+    require_heads(heads)
     model = load_model(target, dtype=dtype, device="cpu", attention="auto", tokenizer=None, pack=False)
 
     from topo_search.heads.checkpoints import describe, export_heads, read_checkpoint

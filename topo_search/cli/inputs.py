@@ -61,6 +61,17 @@ def load_model(
     return replace(loaded, mode=ready)
 
 
+def require_heads(spec: str) -> None:
+    """Refuse heads that do not exist, before a model is loaded for them.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    from topo_search.heads.checkpoints import heads_folder
+
+    heads_folder(spec)
+
+
 def load_draft_heads(heads: str, target: Target, *, dtype: str | None = None) -> DraftHeads:
     """The draft heads, in the target's precision unless told otherwise."""
     from topo_search.heads import load_heads

@@ -46,13 +46,14 @@ def measure(
 
     Examples: topo-search measure | topo-search measure --quick --contexts 64,256 --batches 1,4
     """
-    from topo_search.cli.inputs import artefact_stem, load_draft_heads, load_model
+    from topo_search.cli.inputs import artefact_stem, load_draft_heads, load_model, require_heads
 
     grid = _grid(max_width=max_width, quick=quick, contexts=contexts, rounds=rounds, batches=batches, seed=seed)
     if plot is not None:
         from topo_search.report.staircase import require_plot
 
         require_plot(plot)
+    require_heads(heads)
     model = load_model(
         target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, mode=mode
     )

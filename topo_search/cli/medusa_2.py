@@ -17,6 +17,7 @@ from topo_search.cli.training_run import (
     job_of,
     record_of,
     report_figures,
+    require_readable,
     states_of,
     train_with_progress,
     training_text,
@@ -114,6 +115,7 @@ def _run(job: Job, joint: _Joint) -> None:
     from topo_search.training.heads import Corpus, split_held_out
     from topo_search.training.joint import Adapted
 
+    require_readable(job)
     model = load_model(
         job.target, dtype=job.dtype, device=job.device, attention=job.attention, tokenizer=job.tokenizer, pack=False
     )

@@ -44,7 +44,7 @@ Split = Annotated[
     typer.Option(help="calibration, evaluation or all; of your own --prompts all by default."),
 ]
 NumPrompts = Annotated[int | None, typer.Option(help="At most this many prompts, taken evenly from the workloads.")]
-MaxNewTokens = Annotated[int, typer.Option(help="Cap of every answer, in tokens.")]
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Cap of every answer, in tokens.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything random.")]
 Temperature = Annotated[
     float, typer.Option(help="0: greedy; above: sampled, the same text for every tree.", rich_help_panel="Sampling")

@@ -89,6 +89,7 @@ def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], a
     from topo_search.training.heads import Corpus, split_held_out
     from topo_search.training.loss import HeadLoss, shorten_projection
 
+    require_readable(job)
     device = job.device if accelerator is None else str(accelerator.device)
     model = load_model(
         job.target,
@@ -127,6 +128,21 @@ def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], a
     checkpoint.unlink(missing_ok=True)
     report_figures(record, held)
     note(f"Wrote {job.out}. Next: topo-search calibrate --target {job.target} --heads {job.out}")
+
+
+def require_readable(job: Job) -> None:
+    """Refuse a text store or a prompts file that cannot be read, before the target is loaded for it.
+
+    Raises:
+        InputError: it is missing, empty or damaged.
+    """
+    from topo_search.files.prompts import read_prompts
+    from topo_search.training.text import read_text_store
+
+    if job.text is not None:
+        read_text_store(job.text)
+    elif job.prompts is not None:
+        read_prompts(job.prompts)
 
 
 def held_out_figures(job: Job, loss: HeadLoss, corpus: Corpus) -> HeldOut | None:

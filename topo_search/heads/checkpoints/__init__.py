@@ -2,7 +2,7 @@
 
 from topo_search.heads.checkpoints.describe import HeadsDescription, describe
 from topo_search.heads.checkpoints.export import export_heads
-from topo_search.heads.checkpoints.load import PACKAGED_HEADS, Checkpoint, load_heads, read_checkpoint
+from topo_search.heads.checkpoints.load import PACKAGED_HEADS, Checkpoint, heads_folder, load_heads, read_checkpoint
 from topo_search.heads.checkpoints.own import save_heads
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "HeadsDescription",
     "describe",
     "export_heads",
+    "heads_folder",
     "load_heads",
     "read_checkpoint",
     "save_heads",

@@ -80,9 +80,7 @@ def load_heads(spec: str, target: Target, *, dtype: torch.dtype | None = None) -
 
 def read_checkpoint(spec: str, target: Target) -> Checkpoint:
     """What `load_heads` binds; raises what it raises."""
-    folder = packaged(PACKAGED_HEADS[spec]) if spec in PACKAGED_HEADS else Path(spec)
-    if not folder.is_dir():
-        raise InputError(f"Heads folder {spec} does not exist; give a folder or one of {', '.join(PACKAGED_HEADS)}.")
+    folder = heads_folder(spec)
     tensors, config = read_tensors(folder), read_config(folder)
     if "format" in config:
         layout, shape = "topo-search", config.get("shape")
@@ -100,6 +98,18 @@ def read_checkpoint(spec: str, target: Target) -> Checkpoint:
         config=config,
         fingerprint=_fingerprint(tensors, shape),
     )
+
+
+def heads_folder(spec: str) -> Path:
+    """Where the heads lie that `spec` names.
+
+    Raises:
+        InputError: there is no such folder.
+    """
+    folder = packaged(PACKAGED_HEADS[spec]) if spec in PACKAGED_HEADS else Path(spec)
+    if not folder.is_dir():
+        raise InputError(f"Heads folder {spec} does not exist; give a folder or one of {', '.join(PACKAGED_HEADS)}.")
+    return folder
 
 
 def _require_fit(blocks: nn.Module, token_map: Tensor | None, target: Target, spec: str) -> None:
