@@ -3,8 +3,9 @@
 (a) Another token in one sibling must leave the logits of every node that cannot see it bit-equal (where experts take
 the tokens of a pass in batches, equal but for rounding: who shares a batch decides the order of a sum). (b) Every
 node's logits must be those of a plain forward pass over its path, under the model's own mask, on a prompt longer than
-any window. (c) The output layer on the last hidden states must choose what the model's own logits choose. A mask that is
-added where it should hide, or ignored, or an output layer that is not all of it, fails here instead of changing text.
+any window. (c) The output layer on the last hidden states must choose what the model's own logits choose. A mask that
+is added where it should hide, or ignored, or an output layer that is not all of it, fails here instead of changing
+text.
 """
 
 from __future__ import annotations
