@@ -55,21 +55,13 @@ def bench(
 
     Examples: topo-search bench | topo-search bench --num-prompts 8 --repeats 3 --json
     """
-    from topo_search.cli.decoding import stored_tree
-    from topo_search.cli.inputs import chosen_prompts, chosen_rule, load_draft_heads, load_model, require_heads
+    given: dict[str, Any] = dict(locals())
+    from topo_search.cli.inputs import chosen_prompts, chosen_rule, load_draft_heads, load_model
 
-    for path in (tree, chain):
-        stored_tree(path)
-    require_heads(heads)
+    _require_files(tree, chain, heads)
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "device": device,
-        "attention": attention,
-        "tokenizer": tokenizer,
-        "quantize": quantize,
-    }
+    settings = {name: given[name] for name in ("dtype", "device", "attention", "tokenizer", "quantize")}
     model = load_model(target, **settings, mode=mode)
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
 
@@ -94,6 +86,16 @@ def bench(
         calibration=calibration,
     )
     _race(course, contenders, as_json=as_json)
+
+
+def _require_files(tree: Path, chain: Path, heads: str) -> None:
+    """Refuse trees and heads that are not there before a model is loaded for them."""
+    from topo_search.cli.decoding import stored_tree
+    from topo_search.cli.inputs import require_heads
+
+    for path in (tree, chain):
+        stored_tree(path)
+    require_heads(heads)
 
 
 def _race(course: Course, contenders: list[Contender], *, as_json: bool) -> None:

@@ -12,6 +12,7 @@ from topo_search.cli import options
 if TYPE_CHECKING:
     from topo_search.calibrate import Calibration, EncodedPrompt
     from topo_search.heads.base import DraftHeads
+    from topo_search.identity import RuleIdentity
     from topo_search.target import Target
 
 
@@ -58,9 +59,7 @@ def calibrate(
     from topo_search.report.console import note
 
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
-    drawn = (f"T{temperature:g}", f"seed{seed}") if rule.samples else ()
-    stem = artefact_stem(target, quantize or "", heads, max_new_tokens, *drawn)
-    path = output_file(out, stem, TRACE_SUFFIX)
+    path = output_file(out, _stem(rule, target, quantize or "", heads, max_new_tokens), TRACE_SUFFIX)
     found = chosen_prompts(
         prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
     )
@@ -79,9 +78,15 @@ def calibrate(
     if not no_measure:
         from topo_search.cli.measure import quick_measure
 
-        stem = artefact_stem(target, quantize or "", heads)
-        quick_measure(model, draft_heads, out=path.parent, stem=stem, seed=seed)
+        quick_measure(model, draft_heads, out=path.parent, stem=artefact_stem(target, quantize or "", heads), seed=seed)
     note("Next: topo-search optimize --budget 64")
+
+
+def _stem(rule: RuleIdentity, *words: object) -> str:
+    """The trace's name: what was calibrated, and how its text was drawn where it was."""
+    from topo_search.cli.inputs import artefact_stem
+
+    return artefact_stem(*words, *((f"T{rule.temperature:g}", f"seed{rule.seed}") if rule.samples else ()))
 
 
 def _recorded(

@@ -130,9 +130,9 @@ def output_file(out: Path | None, stem: str, suffix: str) -> Path:
     return (out or CALIBRATION_FOLDER) / (stem + suffix)
 
 
-def artefact_stem(target: str, heads: str, *rest: object) -> str:
+def artefact_stem(*about: object) -> str:
     """A file name from what an artefact is about."""
-    words = (re.sub(r"[^A-Za-z0-9.]+", "-", Path(str(part)).name).strip("-") for part in (target, heads, *rest))
+    words = (re.sub(r"[^A-Za-z0-9.]+", "-", Path(str(part)).name).strip("-") for part in about)
     return "_".join(word for word in words if word)
 
 
