@@ -58,8 +58,8 @@ def bench(
     given: dict[str, Any] = dict(locals())
     from topo_search.cli.inputs import chosen_prompts, chosen_rule, load_draft_heads, load_model
 
-    _require_files(tree, chain, heads)
     rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    _require_files(tree, chain, heads)
     found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
     settings = {name: given[name] for name in ("dtype", "device", "attention", "tokenizer", "quantize")}
     model = load_model(target, **settings, mode=mode)
