@@ -563,3 +563,81 @@ def test_an_artefact_of_the_unquantised_target_is_refused_beside_the_quantised_o
     assert len(list(Path("calibration").glob("*int8*.trace.safetensors"))) == 1
     race = ["bench", *calibrated, *rows, "--repeats", 1, "--quantize", "int8", "--trace"]
     _refused(run(*race, next(Path("calibration").glob("target_heads*.trace.safetensors"))), "quantization is None")
+
+
+TYPICAL = ["--acceptance", "typical", "--temperature", "0.9", "--epsilon", "0.05", "--seed", "2"]
+
+
+def test_typical_acceptance_from_masks_to_race(run: Run, calibrated: list[object], prompts: Path) -> None:
+    """The whole flow of the rule that changes the text: labelled in every file and on every page."""
+    cap = ["--max-new-tokens", 12]
+    record = ["calibrate", *calibrated, "--prompts", prompts, *cap, *TYPICAL, "--no-measure"]
+    code, _, err = run(*record)
+    assert code == 0, err
+    assert "changes the text" in err
+    code, out, err = run("optimize", "--acceptance", "typical", "--budget", 5, "--json")
+    assert code == 0, err
+    result = json.loads(out)
+    assert result["heuristic"] is True
+    assert "changes the text" in result["acceptance"]
+    assert [row["changes_text"] for row in result["alternatives"]] == [False, True, True]
+    assert all(row["verify_width"] <= 5 for row in result["alternatives"])
+    tree, chain = "trees/typical-tree.tree.json", "trees/typical-chain.tree.json"
+    rule = json.loads(Path(tree).read_text())["made_from"]["rule"]
+    assert (rule["rule"], rule["epsilon"], rule["delta"], rule["bonus"]) == ("typical", 0.05, 0.3, "sampled")
+
+    code, _, err = run(*record, "--tree", tree)
+    assert code == 0, err
+    assert "Decoded with the tree itself" in err
+    assert "The masks of the wide tree predicted" in err
+    code, _, err = run("generate", "w1 w2", *calibrated, *cap, *TYPICAL, "--tree", tree)
+    assert code == 0, err
+    assert err.count("changes the text") >= 2
+    race = ["bench", *calibrated, "--prompts", prompts, *cap, "--repeats", 1, "--tree", tree, "--chain", chain]
+    code, out, err = run(*race, *TYPICAL, "--json")
+    assert code == 0, err
+    raced = json.loads(out)
+    assert raced["changes_text"] is True
+    assert raced["failures"] == []
+    by_name = {row["name"]: row for row in raced["contenders"]}
+    assert by_name["plain"]["text_equal"] is True
+    assert by_name["plain"]["predicted_tokens_per_step"] == 1.0
+    assert by_name["medusa-63"]["changes_text"] is True
+    assert by_name["medusa-63"]["predicted_tokens_per_step"] is None
+    code, out, _ = run(*race, *TYPICAL)
+    assert code == 0
+    assert out.count("changes") == 3
+
+    code, _, err = run(*race, "--temperature", "0.9", "--seed", 2)
+    assert code == 2
+    assert "its rule was made for something else" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["generate", "w1", "--epsilon", "0.1"], "belong to --acceptance typical"),
+        (["generate", "w1", "--bonus", "greedy"], "belong to --acceptance typical"),
+        (["generate", "w1", *TYPICAL, "--delta", "0"], "delta is 0.0; it must be above 0"),
+        (["bench", *TYPICAL, "--epsilon", "1"], "epsilon is 1.0; it must lie strictly between"),
+        (["generate", "w1", *TYPICAL, "--noise-share", "0.5"], "--noise-share finds the draw"),
+        (["calibrate", "--tree", "trees/none.tree.json"], "a rank trace needs none"),
+        (["calibrate", *TYPICAL, "--tree", "trees/none.tree.json"], "There is no file"),
+        (["optimize", "--acceptance", "typical"], "No accept masks in ./calibration"),
+        (["optimize", "--acceptance", "typical", "--refine", "swaps"], "--refine belongs to the exact search"),
+        (["optimize", "--acceptance", "typical", "--strategy", "optuna"], "--strategy optuna belongs to the exact"),
+    ],
+)
+def test_bad_words_about_typical_acceptance(run: Run, words: list[object], message: str) -> None:
+    code, out, err = run(*words)
+    assert code == 2
+    assert message in " ".join(err.split())
+    assert out == ""
+
+
+def test_typical_acceptance_at_temperature_0_is_greedy(run: Run, calibrated: list[object]) -> None:
+    run("optimize", "--budget", 3)
+    code, typical, err = run("generate", "w1 w2", *calibrated, "--max-new-tokens", 8, "--acceptance", "typical")
+    assert code == 0, err
+    assert "the text is plain decoding's" in " ".join(err.split())
+    assert typical == run("generate", "w1 w2", *calibrated, "--max-new-tokens", 8)[1]

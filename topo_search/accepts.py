@@ -83,7 +83,8 @@ class AcceptTrace:
         first = np.roll(last, 1)
         total = np.array([prompt.rows for prompt in self.prompts], dtype=np.int64)[self.prompt_of_step]
         wanted = np.where(first, total, np.roll(self.remaining - emitted, 1))
-        return np.where(last & (self.remaining != emitted), -1, wanted)
+        checked: np.ndarray = np.where(last & (self.remaining != emitted), -1, wanted)
+        return checked
 
     @property
     def contexts(self) -> Int[np.ndarray, " steps"]:
@@ -98,7 +99,8 @@ class AcceptTrace:
         depths = np.zeros((len(self.accepted), self.tree.num_draft_nodes + 1), dtype=np.int16)  # last: the root
         for node, parent in enumerate(self.tree.parents[1:] - 1):
             depths[:, node] = depths[:, parent] + self.accepted[:, node]
-        return np.minimum(depths[:, :-1] + 1, self.remaining[:, None]).astype(np.int16)
+        reach: np.ndarray = np.minimum(depths[:, :-1] + 1, self.remaining[:, None]).astype(np.int16)
+        return reach
 
     def emitted(self, tree: Tree) -> Int[np.ndarray, " steps"]:
         """What each recorded step would emit with a subtree of the wide tree.

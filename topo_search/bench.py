@@ -57,6 +57,7 @@ class Standing:
         tokens_per_s: median over repeats of tokens after the first over decode time.
         tokens_per_s_spread: smallest and largest repeat.
         text_equal: whether every text equals that of `generate`.
+        changes_text: whether its rule changes the text; then divergences are not looked for and nothing is predicted.
         divergences: where it does not.
         mismatches: steps at which replay and decoder disagree.
         predicted_tokens_per_step, predicted_tokens_per_s: by replay of the raced prompts.
@@ -71,6 +72,7 @@ class Standing:
     tokens_per_s: float
     tokens_per_s_spread: tuple[float, float]
     text_equal: bool
+    changes_text: bool
     divergences: tuple[Divergence, ...]
     mismatches: tuple[StepMismatch, ...]
     predicted_tokens_per_step: float | None
@@ -96,12 +98,13 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaceResult:
-    """All standings, and the ratios that matter, of one race."""
+    """All standings, and the ratios that matter, of one race under one rule."""
 
     standings: tuple[Standing, ...]
     ratios: tuple[Ratio, ...]
     prompts: int
     repeats: int
+    rule: RuleIdentity = GREEDY
 
     @property
     def failures(self) -> list[str]:
@@ -132,7 +135,8 @@ class Course:
         prompts: at least one.
         max_new_tokens: cap of every answer.
         repeats: passes over all prompts.
-        rule: greedy, or sampling; every prompt keeps its own noise in every contender and repeat.
+        rule: greedy, or sampling; every prompt keeps its own noise in every contender and repeat. Under a rule that
+            changes the text only trees follow it; `generate` and plain decoding follow the exact rule beside it.
         latency, calibration: for predicted rates and the forecast; null where there are none.
     """
 
@@ -163,13 +167,15 @@ def race(course: Course, contenders: Sequence[Contender], *, progress: Progress 
         teacher_forced(course.target, p.tokens, run.tokens, index=i, end="eos" if run.end == "eos" else "cap")
         for i, (p, run) in enumerate(zip(course.prompts, runs[PLAIN][0], strict=True))
     ]
-    identity = empty_trace(course.target, course.heads, max_new_tokens=course.max_new_tokens, rule=course.rule)
+    exact = course.rule.of_plain_decoding
+    identity = empty_trace(course.target, course.heads, max_new_tokens=course.max_new_tokens, rule=exact)
     trace = trace_of_answers(identity, course.heads, course.prompts, answers)
     return RaceResult(
         standings=tuple(_standing(course, contender, runs, trace, answers, decoders) for contender in contenders),
         ratios=tuple(_ratios(runs, [contender.name for contender in contenders])),
         prompts=len(course.prompts),
         repeats=course.repeats,
+        rule=course.rule,
     )
 
 
@@ -182,8 +188,9 @@ def _answer(
     processor: Any = None,
 ) -> Decoded:
     """One contender's answer; the processor sees the logits of every token."""
+    trees = name in decoders and bool(decoders[name].tree.paths)
     drawn: dict[str, Any] = {
-        "rule": course.rule,
+        "rule": course.rule if trees else course.rule.of_plain_decoding,
         "request": prompt.request,
         "processors": [] if processor is None else [processor],
     }
@@ -236,8 +243,10 @@ def _standing(
     stats = DecodeStats.of(length for run in repeats[0] for length in run.accepted)
     rates = [_tokens_per_s(passed) for passed in repeats]
     decode_ms = [sum(run.decode_ms for run in passed) for passed in repeats]
-    walks = None if tree is None else replay(trace, [tree])
-    divergences = tuple(_divergences(course, decoders, contender.name, runs[GENERATE][0], repeats[0]))
+    changes = course.rule.changes_text and tree is not None and bool(tree.paths)
+    walks = None if tree is None or changes else replay(trace, [tree])
+    expected = runs[GENERATE][0]
+    divergences = () if changes else tuple(_divergences(course, decoders, contender.name, expected, repeats[0]))
     return Standing(
         name=contender.name,
         stats=stats,
@@ -246,12 +255,13 @@ def _standing(
         step_ms=float(np.median(decode_ms)) / max(stats.steps, 1),
         tokens_per_s=float(np.median(rates)),
         tokens_per_s_spread=(min(rates), max(rates)),
-        text_equal=not divergences,
+        text_equal=all(e.tokens == f.tokens for e, f in zip(expected, repeats[0], strict=True)),
+        changes_text=changes,
         divergences=divergences,
         mismatches=() if walks is None else tuple(_mismatches(course, answers, walks, repeats[0])),
         predicted_tokens_per_step=None if walks is None else float(walks.tokens_per_step[0]),
         predicted_tokens_per_s=None if walks is None else predicted_rate(course.latency, trace, walks, tree),
-        forecast_tokens_per_step=_forecast(course.calibration, tree),
+        forecast_tokens_per_step=None if changes else _forecast(course.calibration, tree),
     )
 
 
@@ -265,7 +275,7 @@ def _divergences(
             p.tokens,
             e.tokens,
             f.tokens,
-            rule=course.rule,
+            rule=course.rule.of_plain_decoding,
             request=p.request,
             reruns=(
                 partial(_answer, course, decoders, GENERATE, p),

@@ -38,6 +38,10 @@ def bench(
     min_p: options.MinP = None,
     noise_share: options.NoiseShare = 0.0,
     seed: options.Seed = 0,
+    acceptance: options.AcceptanceRule = options.Acceptance.exact,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    bonus: options.BonusToken = None,
     trace: options.TraceFile = None,
     latency: options.LatencyFile = None,
     as_json: options.Json = False,
@@ -51,39 +55,39 @@ def bench(
 ) -> None:
     """Race the contenders on the same prompts, check the text and the predicted counts.
 
-    Exit code 1 where a text or a count differs and no near-tie explains it.
+    Exit code 1 where a text or a count differs and no near-tie explains it. With --acceptance typical trees change the
+    text, which is said and not compared; generate and plain decoding stay exact.
 
     Examples: topo-search bench | topo-search bench --num-prompts 8 --repeats 3 --json
     """
     given: dict[str, Any] = dict(locals())
-    from topo_search.cli.inputs import chosen_prompts, chosen_rule, load_draft_heads, load_model
+    from topo_search.cli import inputs
 
-    rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    drawn = inputs.chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    rule = inputs.accepting_rule(drawn, acceptance, epsilon, delta, bonus)
     _require_files(tree, chain, heads)
-    found = chosen_prompts(prompts, workload=workload, split=split, default_split="evaluation", num_prompts=num_prompts)
+    which: dict[str, Any] = {"workload": workload, "split": split, "num_prompts": num_prompts}
+    found = inputs.chosen_prompts(prompts, default_split="evaluation", **which)
     settings = {name: given[name] for name in ("dtype", "device", "attention", "tokenizer", "quantize")}
-    model = load_model(target, **settings, mode=mode)
-    draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
+    model = inputs.load_model(target, **settings, mode=mode)
+    draft_heads = inputs.load_draft_heads(heads, model, dtype=heads_dtype)
 
     from topo_search.bench import Course
     from topo_search.calibrate import encode_prompts
 
     contenders = _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch)
-    encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
-    calibration, table = _figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch)
     # generate runs the model as a transformers user would: without our packed weights and our attention.
     theirs = settings | {"attention": "sdpa" if attention == "auto" else attention}
-    reference = load_model(target, **theirs, pack=False) if model.packed else model
+    reference = inputs.load_model(target, **theirs, pack=False) if model.packed else model
     course = Course(
         target=model,
         reference=reference,
         heads=draft_heads,
-        prompts=encoded,
+        prompts=encode_prompts(model, found, max_new_tokens=max_new_tokens),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         rule=rule,
-        latency=table,
-        calibration=calibration,
+        **_figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch),
     )
     _race(course, contenders, as_json=as_json)
 
@@ -120,9 +124,10 @@ def _race(course: Course, contenders: list[Contender], *, as_json: bool) -> None
 
 def _settings(model: Target, rule: RuleIdentity, max_new_tokens: int) -> dict[str, Any]:
     """What `generate` is given, and the rule by which both sides draw."""
+    from topo_search.identity import GREEDY, recorded
     from topo_search.reference import greedy_settings
 
-    return greedy_settings(model, max_new_tokens) | (asdict(rule) if rule.samples else {})
+    return greedy_settings(model, max_new_tokens) | ({} if rule == GREEDY else recorded(rule))
 
 
 def _contenders(
@@ -157,7 +162,7 @@ def _figures(
     rule: RuleIdentity,
     *,
     allow_mismatch: bool,
-) -> tuple[RankTrace | None, LatencyTable | None]:
+) -> dict[str, Any]:
     """Trace and table for forecast and predicted rate; one that nobody named is left out where it does not fit.
 
     Raises:
@@ -179,7 +184,7 @@ def _figures(
             require_fit(
                 "The trace's rule",
                 calibration.rule,
-                rule,
+                rule.of_plain_decoding,
                 allow_mismatch=allow_mismatch,
                 way_out="calibrate at these settings",
                 ignore=("seed",),
@@ -199,7 +204,7 @@ def _figures(
             raise
         note(f"{table_path} is of another target, heads, device or mode, so no rate is predicted.")
         table = None
-    return calibration, table
+    return {"calibration": calibration, "latency": table}
 
 
 def _require_same_models(
@@ -237,6 +242,8 @@ def _report(result: RaceResult, *, mode: str, as_json: bool) -> None:
 
 
 def _as_json(result: RaceResult) -> dict[str, Any]:
+    from topo_search.identity import recorded
+
     rows = []
     for standing in result.standings:
         row = asdict(standing)
@@ -244,6 +251,8 @@ def _as_json(result: RaceResult) -> dict[str, Any]:
         row["stats"] = {"accepted_histogram": list(standing.stats.histogram), "steps": standing.stats.steps}
         rows.append({**row, "measured_over_predicted": standing.measured_over_predicted, "first_divergence": first})
     return {
+        "rule": recorded(result.rule),
+        "changes_text": result.rule.changes_text,
         "contenders": rows,
         "ratios": [asdict(ratio) for ratio in result.ratios],
         "prompts": result.prompts,

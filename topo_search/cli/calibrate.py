@@ -11,6 +11,7 @@ from topo_search.cli import options
 
 if TYPE_CHECKING:
     from topo_search.calibrate import Calibration, EncodedPrompt
+    from topo_search.files.prompts import Prompt
     from topo_search.heads.base import DraftHeads
     from topo_search.identity import RuleIdentity
     from topo_search.target import Target
@@ -32,7 +33,15 @@ def calibrate(
     min_p: options.MinP = None,
     noise_share: options.NoiseShare = 0.0,
     seed: options.Seed = 0,
+    acceptance: options.AcceptanceRule = options.Acceptance.exact,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    bonus: options.BonusToken = None,
     out: Annotated[Path | None, typer.Option(help="Trace file, or folder for trace and table.")] = None,
+    tree: Annotated[
+        Path | None,
+        typer.Option(help="With typical acceptance: the wide tree to record with; Medusa's 63 nodes by default."),
+    ] = None,
     no_measure: Annotated[bool, typer.Option("--no-measure", help="Do not time the step afterwards.")] = False,
     dtype: options.Dtype = "float32",
     quantize: options.Quantize = None,
@@ -42,43 +51,75 @@ def calibrate(
 ) -> None:
     """Let the target answer prompts and record where its tokens rank in the heads' lists.
 
+    With --acceptance typical, which changes the text, decode with a wide tree and record what it could accept instead.
     Interrupted and started again it continues. Ends with a quick `measure`.
 
     Examples: topo-search calibrate | topo-search calibrate --prompts mine.jsonl --temperature 0.7 --seed 1
     """
-    from topo_search.cli.inputs import (
-        artefact_stem,
-        chosen_prompts,
-        chosen_rule,
-        load_draft_heads,
-        load_model,
-        output_file,
-        require_heads,
-    )
-    from topo_search.files.trace_file import TRACE_SUFFIX
-    from topo_search.report.console import note
+    from topo_search.cli import inputs
 
-    rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
-    path = output_file(out, _stem(rule, target, quantize or "", heads, max_new_tokens), TRACE_SUFFIX)
-    found = chosen_prompts(
+    drawn = inputs.chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    rule = inputs.accepting_rule(drawn, acceptance, epsilon, delta, bonus)
+    path = _output(out, _stem(rule, target, quantize or "", heads, max_new_tokens), rule, tree)
+    found = inputs.chosen_prompts(
         prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
     )
-    require_heads(heads)
-    model = load_model(target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize)
-    draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
-
-    from topo_search.calibrate import encode_prompts
-
-    encoded = encode_prompts(model, found, max_new_tokens=max_new_tokens)
-    note(f"Answering {len(encoded)} prompts, at most {max_new_tokens} tokens each ...")
-    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "rule": rule, "batch_size": batch_size}
-    result = _recorded(model, draft_heads, encoded, path, settings)
-    _report(result, vocabulary=model.known_ids)
-    note(f"Wrote {path}")
+    inputs.require_heads(heads)
+    model = inputs.load_model(
+        target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize
+    )
+    draft_heads = inputs.load_draft_heads(heads, model, dtype=heads_dtype)
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "rule": rule}
+    _profile(model, draft_heads, found, path, settings, tree=tree, batch_size=batch_size)
     if not no_measure:
         from topo_search.cli.measure import quick_measure
 
-        quick_measure(model, draft_heads, out=path.parent, stem=artefact_stem(target, quantize or "", heads), seed=seed)
+        stem = inputs.artefact_stem(target, quantize or "", heads)
+        quick_measure(model, draft_heads, out=path.parent, stem=stem, seed=seed)
+
+
+def _output(out: Path | None, stem: str, rule: RuleIdentity, tree: Path | None) -> Path:
+    """Where the trace goes, or the masks.
+
+    Raises:
+        InputError: a tree is named for a rule that needs none.
+    """
+    from topo_search.cli.inputs import output_file
+    from topo_search.cli.masks import mask_file
+    from topo_search.errors import InputError
+    from topo_search.files.trace_file import TRACE_SUFFIX
+
+    if rule.changes_text:
+        return mask_file(out, stem, rule, tree)
+    if tree is not None:
+        raise InputError("--tree names the tree that typical acceptance records with; a rank trace needs none.")
+    return output_file(out, stem, TRACE_SUFFIX)
+
+
+def _profile(
+    model: Target,
+    heads: DraftHeads,
+    prompts: list[Prompt],
+    path: Path,
+    settings: dict[str, Any],
+    *,
+    tree: Path | None,
+    batch_size: int,
+) -> None:
+    """Answer the prompts and write the trace, or with a rule that changes the text the masks."""
+    from topo_search.calibrate import encode_prompts
+    from topo_search.cli.masks import record_masks
+    from topo_search.report.console import note
+
+    cap = settings["max_new_tokens"]
+    encoded = encode_prompts(model, prompts, max_new_tokens=cap)
+    note(f"Answering {len(encoded)} prompts, at most {cap} tokens each ...")
+    if settings["rule"].changes_text:
+        record_masks(model, heads, encoded, tree=tree, out=path, **settings)
+        return
+    result = _recorded(model, heads, encoded, path, settings | {"batch_size": batch_size})
+    _report(result, vocabulary=model.known_ids)
+    note(f"Wrote {path}")
     note("Next: topo-search optimize --budget 64")
 
 

@@ -31,6 +31,10 @@ def generate(
     min_p: options.MinP = None,
     noise_share: options.NoiseShare = 0.0,
     seed: options.Seed = 0,
+    acceptance: options.AcceptanceRule = options.Acceptance.exact,
+    epsilon: options.Epsilon = None,
+    delta: options.Delta = None,
+    bonus: options.BonusToken = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the answer once it holds this; repeatable.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     prune_depth: Annotated[int | None, typer.Option(min=0, help="Leave out deeper nodes of the tree.")] = None,
@@ -44,10 +48,12 @@ def generate(
 ) -> None:
     """Decode one prompt, or chat; the text is that of plain decoding, greedy or drawn with the same seed.
 
+    With --acceptance typical it is another text, which depends on the tree.
+
     Examples: topo-search generate "Explain why the sky is blue." | topo-search generate --temperature 0.7 --seed 1
     """
     from topo_search.cli.decoding import fitting_tree, stored_tree
-    from topo_search.cli.inputs import chosen_rule, load_draft_heads, load_model, require_heads
+    from topo_search.cli.inputs import accepting_rule, chosen_rule, load_draft_heads, load_model, require_heads
     from topo_search.errors import InputError
     from topo_search.report.console import note, stdout
 
@@ -55,7 +61,8 @@ def generate(
         raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
     if prompt is not None and not prompt.strip():
         raise InputError("The prompt is empty; give a message, or leave it out to chat.")
-    rule = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    drawn = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    rule = accepting_rule(drawn, acceptance, epsilon, delta, bonus)
     stored_tree(tree)
     require_heads(heads)
     model = load_model(
@@ -118,7 +125,9 @@ class _Session:
             write_piece(self.console, pieces.add(emitted))
         seconds = time.perf_counter() - started
         write_piece(self.console, pieces.rest() + "\n")
-        note(summary(DecodeStats.of(accepted), len(pieces.tokens), seconds))
+        rule = self.settings["rule"]
+        label = f"; {rule.in_words}" if rule.changes_text else ""
+        note(summary(DecodeStats.of(accepted), len(pieces.tokens), seconds) + label)
         return pieces.shown
 
     def _encoded(self, messages: list[dict[str, str]], text: str | None) -> EncodedPrompt:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from topo_search.cli.options import CALIBRATION_FOLDER
+from topo_search.cli.options import CALIBRATION_FOLDER, Acceptance, Bonus
 from topo_search.errors import InputError, MismatchError
 from topo_search.files.artefacts import newest
 from topo_search.files.latency_file import LATENCY_SUFFIX
 from topo_search.files.prompts import Prompt, packaged_prompts, read_prompts, select_prompts
 from topo_search.files.trace_file import TRACE_SUFFIX
-from topo_search.identity import RuleIdentity, differing_fields, sampling_rule
+from topo_search.identity import DELTA, EPSILON, RuleIdentity, differing_fields, sampling_rule, typical_rule
 from topo_search.report.console import note
 from topo_search.resources import packaged
 
@@ -119,6 +119,37 @@ def chosen_rule(
     return sampling_rule(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
     )
+
+
+def accepting_rule(
+    drawn: RuleIdentity, acceptance: Acceptance, epsilon: float | None, delta: float | None, bonus: Bonus | None
+) -> RuleIdentity:
+    """The rule of `chosen_rule` as the acceptance options change it, with a word where the text changes.
+
+    Raises:
+        InputError: a value is out of range, or belongs to another rule.
+    """
+    if acceptance is Acceptance.exact:
+        if (epsilon, delta, bonus) != (None, None, None):
+            raise InputError("--epsilon, --delta and --bonus belong to --acceptance typical; add it or leave them out.")
+        return drawn
+    if drawn.noise_share:
+        raise InputError("--noise-share finds the draw, which typical acceptance does not look for; leave it out.")
+    rule = typical_rule(
+        temperature=drawn.temperature,
+        epsilon=EPSILON if epsilon is None else epsilon,
+        delta=DELTA if delta is None else delta,
+        bonus=(bonus or Bonus.sampled).value,
+        top_k=drawn.top_k,
+        top_p=drawn.top_p,
+        min_p=drawn.min_p,
+        seed=drawn.seed or 0,
+    )
+    if rule.changes_text:
+        note(f"Rule: {rule.in_words}. The text is not plain decoding's, and depends on the tree.")
+    else:
+        note("At temperature 0 typical acceptance is greedy acceptance, as in Medusa: the text is plain decoding's.")
+    return rule
 
 
 def output_file(out: Path | None, stem: str, suffix: str) -> Path:

@@ -12,6 +12,7 @@ import typer
 from topo_search.cli import options
 
 if TYPE_CHECKING:
+    from topo_search.accepts import AcceptTrace
     from topo_search.cli.optimized import Origin
     from topo_search.cost import LatencyTable
     from topo_search.files.accuracies import AccuracyTable
@@ -138,6 +139,7 @@ def optimize(
     estimator: EstimatorOption = Estimator.backoff,
     refine: RefineOption = Refine.none,
     rule: RuleOption = Rule.any,
+    acceptance: options.AcceptanceRule = options.Acceptance.exact,
     pick: PickOption = Pick.one_se,
     max_depth: MaxDepthOption = None,
     max_rank: MaxRankOption = None,
@@ -163,7 +165,8 @@ def optimize(
 ) -> None:
     """Find the fastest tree, the best chain, and say whether plain decoding beats both, and how sure that is.
 
-    Figures are those of prompts that did not choose the tree, with 95 % intervals.
+    Figures are those of prompts that did not choose the tree, with 95 % intervals. With --acceptance typical, which
+    changes the text, the tree is found from accept masks (--trace) by a heuristic.
 
     Examples: topo-search optimize --budget 64 | topo-search optimize --objective tokens-per-step --json |
     topo-search optimize --strategy optuna --objective race --target demo
@@ -188,6 +191,9 @@ def optimize(
         resamples=resamples,
         seed=seed,
     )
+    if acceptance is options.Acceptance.typical:
+        _typical(settings, asked)
+        return
     found, origin, study = (_from_accuracies if accuracies else _from_trace)(settings, asked)
     report(found, origin, out, as_json=as_json, study=study)
 
@@ -227,6 +233,35 @@ def _require_used(asked: dict[str, Any]) -> None:
 
 def _named(options_: list[str], asked: dict[str, Any]) -> str:
     return ", ".join(f"--{name.replace('_', '-')} {asked[name]}" for name in options_)
+
+
+def _typical(settings: Settings, asked: dict[str, Any]) -> None:
+    """The search on accept masks, which has no estimate, no engine's rule and no study.
+
+    Raises:
+        InputError: an option of the exact search is given.
+    """
+    from topo_search.cli.covering import masks_for, report_typical
+    from topo_search.errors import InputError
+
+    exact_only = {
+        "--accuracies": asked["accuracies"] is not None,
+        "--strategy optuna": asked["strategy"] is Strategy.optuna,
+        "--rule": asked["rule"] is not Rule.any,
+        "--refine": asked["refine"] is not Refine.none,
+        "--estimator": asked["estimator"] is not Estimator.backoff,
+        "--pick": asked["pick"] is not Pick.one_se,
+    }
+    given = [name for name, is_given in exact_only.items() if is_given]
+    if given:
+        raise InputError(f"{given[0]} belongs to the exact search; leave it out with --acceptance typical.")
+    masks, path = masks_for(asked["trace"])
+    if asked["workload"] is not None:
+        masks = _of_workload(masks, asked["workload"])
+    table, latency_path = _table_for(
+        masks, asked["latency"], asked["objective"], allow_mismatch=asked["allow_mismatch"]
+    )
+    report_typical(masks, path, table, latency_path, settings, asked["out"], as_json=asked["as_json"])
 
 
 def _from_accuracies(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, Origin, dict[str, Any] | None]:
@@ -292,7 +327,8 @@ def _from_trace(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, 
     return assess(ranks, table, settings), origin, None
 
 
-def _of_workload(trace: RankTrace, workload: str | None) -> RankTrace:
+def _of_workload(trace: Any, workload: str | None) -> Any:
+    """The rank trace, or the accept masks, of one workload's prompts."""
     from topo_search.errors import InputError
 
     if workload is None:
@@ -308,7 +344,7 @@ def _made(provenance: dict[str, Any]) -> str:
 
 
 def _table_for(
-    trace: RankTrace, given: Path | None, objective: Objective, *, allow_mismatch: bool
+    trace: RankTrace | AcceptTrace, given: Path | None, objective: Objective, *, allow_mismatch: bool
 ) -> tuple[LatencyTable | None, Path | None]:
     """The table given, else the newest one or the demo's; one that nobody named is left out where it does not fit.
 

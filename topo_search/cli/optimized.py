@@ -12,9 +12,8 @@ from topo_search.files.artefacts import file_ref
 from topo_search.files.tree_file import TREE_SUFFIX, MadeFrom, Predicted, TreeFile, write_tree
 from topo_search.provenance import command, now, versions
 from topo_search.report.console import note, stdout
-from topo_search.report.optimized import comparison_table, workload_table
+from topo_search.report.optimized import comparison_table, figure_json, workload_table
 from topo_search.search.assess import Assessment
-from topo_search.search.intervals import Figure
 from topo_search.search.optimize import CHAIN, PLAIN, TREE, Alternative
 from topo_search.search.verdict import basis, verdict
 from topo_search.trace import RankTrace
@@ -77,10 +76,10 @@ def answer_json(found: Assessment, files: dict[str, Path], study: dict[str, Any]
         "verdict": verdict(found),
         "warnings": list(found.warnings),
         "assumptions": asdict(found.assumptions),
-        "over_plain": _figure_json(found.over_plain),
+        "over_plain": figure_json(found.over_plain),
         "over_runner_up": None
         if found.over_runner_up is None
-        else {"name": found.over_runner_up[0], **(_figure_json(found.over_runner_up[1]) or {}), "sure": found.sure},
+        else {"name": found.over_runner_up[0], **(figure_json(found.over_runner_up[1]) or {}), "sure": found.sure},
         "unseen_shares": None if found.unseen is None else list(found.unseen),
         "unseen_tokens_per_step_at_most": None if found.unseen is None else sum(found.unseen),
         "prompts_to_halve_intervals": found.prompts_to_halve,
@@ -118,7 +117,7 @@ def _row(found: Assessment, own: Alternative, file: Path | None) -> dict[str, An
         "speedup_own": own.speedup,
         "intervals": None
         if honest is None
-        else {name: _figure_json(getattr(honest, name)) for name in ("tokens_per_step", "tokens_per_s", "speedup")},
+        else {name: figure_json(getattr(honest, name)) for name in ("tokens_per_step", "tokens_per_s", "speedup")},
         "faster_than_plain": None if honest is None else honest.faster_than_plain,
         "break_even_tokens_per_step": None if honest is None else honest.break_even_tokens_per_step,
         "steps_per_answer_p50": None if honest is None else honest.steps_per_answer_p50,
@@ -146,16 +145,6 @@ def _shown(found: Assessment, own: Alternative) -> Predicted:
         tokens_per_s=own.tokens_per_s,
         speedup=own.speedup,
     )
-
-
-def _figure_json(figure: Figure | None) -> dict[str, Any] | None:
-    if figure is None:
-        return None
-    return {
-        "value": figure.value,
-        "interval": None if figure.interval is None else [figure.interval.low, figure.interval.high],
-        "prediction": None if figure.prediction is None else [figure.prediction.low, figure.prediction.high],
-    }
 
 
 def _details(found: Assessment) -> list[str]:

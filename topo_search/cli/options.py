@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,22 @@ DEFAULT_MAX_NEW_TOKENS = 128
 DEFAULT_BUDGET = 64
 DEFAULT_TRAINING_PROMPTS = 2000
 CALIBRATION_FOLDER, TREES_FOLDER = Path("calibration"), Path("trees")
+
+
+class Acceptance(StrEnum):
+    """When a drafted token is taken."""
+
+    exact = "exact"
+    typical = "typical"
+
+
+class Bonus(StrEnum):
+    """What follows the path that typical acceptance takes."""
+
+    sampled = "sampled"
+    greedy = "greedy"
+    truncated = "truncated"
+
 
 Target = Annotated[str, typer.Option(help="Hub name, folder, .gguf file, or demo.", rich_help_panel="Model")]
 Heads = Annotated[
@@ -62,6 +79,29 @@ NoiseShare = Annotated[
     typer.Option(
         help="Weight of the draw's own noise in ranking candidates; changes speed, never text.",
         rich_help_panel="Sampling",
+    ),
+]
+_TYPICAL = "Typical acceptance"
+AcceptanceRule = Annotated[
+    Acceptance,
+    typer.Option(
+        help="exact: the text of plain decoding; typical: Medusa's rule, which CHANGES THE TEXT.",
+        rich_help_panel=_TYPICAL,
+    ),
+]
+Epsilon = Annotated[
+    float | None,
+    typer.Option(
+        help="Take a drafted token of probability above min(epsilon, delta * exp(-entropy)); 0.09 by default.",
+        rich_help_panel=_TYPICAL,
+    ),
+]
+Delta = Annotated[float | None, typer.Option(help="The other bound; 0.3 by default.", rich_help_panel=_TYPICAL)]
+BonusToken = Annotated[
+    Bonus | None,
+    typer.Option(
+        help="Token after the path: sampled as without a tree (default), the best one, or drawn above the bound.",
+        rich_help_panel=_TYPICAL,
     ),
 ]
 TraceFile = Annotated[Path | None, typer.Option("--trace", help="Rank trace; the newest in ./calibration by default.")]

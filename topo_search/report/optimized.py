@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from rich.table import Table
 
@@ -56,6 +57,17 @@ def workload_table(rows: Sequence[WorkloadRow]) -> Table:
         losses = ["own" if other is row else _percent(row.loss_on[other.workload]) for other in rows]
         table.add_row(row.workload, str(row.prompts), str(row.tree.num_draft_nodes), per_step, *losses)
     return table
+
+
+def figure_json(figure: Figure | None) -> dict[str, Any] | None:
+    """A figure with its intervals for machines; unknown is null."""
+    if figure is None:
+        return None
+    return {
+        "value": figure.value,
+        "interval": None if figure.interval is None else [figure.interval.low, figure.interval.high],
+        "prediction": None if figure.prediction is None else [figure.prediction.low, figure.prediction.high],
+    }
 
 
 def _cells(found: Assessment, own: Alternative) -> list[str]:

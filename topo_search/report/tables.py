@@ -59,7 +59,9 @@ def race_table(result: RaceResult) -> Table:
             f"{standing.step_ms:.1f}",
             f"{standing.tokens_per_s:.1f} ({low:.1f}-{high:.1f})",
             _number(standing.predicted_tokens_per_s, 1),
-            _text_verdict(standing.text_equal, [d.near_tie for d in standing.divergences]),
+            "changes the text"
+            if standing.changes_text
+            else _text_verdict(standing.text_equal, [d.near_tie for d in standing.divergences]),
         )
     return table
 

@@ -17,7 +17,7 @@ from topo_search.errors import InputError
 from topo_search.estimates import PathProbabilities
 from topo_search.search.frontier import Frontier, allowed, frontier
 from topo_search.search.intervals import Cell, latency_variance, paired_log_se, time_shares
-from topo_search.search.judge import Family, Judge, Scores
+from topo_search.search.judge import Family, Judge, Scores, Timed
 from topo_search.search.ratio import fastest
 from topo_search.search.rules import best_trees
 from topo_search.tree import Tree
@@ -131,7 +131,7 @@ def choose(judge: Judge, settings: Settings, *, shortlist: bool = False) -> Choi
     return Choice(alternatives=joined([chains.take([0, chain]), picked]), sizes=sizes, estimate=estimate)
 
 
-def allowed_widths(judge: Judge, settings: Settings) -> set[int]:
+def allowed_widths(judge: Timed, settings: Settings) -> set[int]:
     """Verify widths within the budget that may win: measured ones, for throughput.
 
     Raises:

@@ -78,12 +78,21 @@ class Scores:
 
 
 @runtime_checkable
-class Judge(Protocol):
-    """Scores trees on one set of prompts, and estimates their path probabilities."""
+class Timed(Protocol):
+    """Knows step times."""
 
     @property
     def latency(self) -> LatencyTable | None:
         """Step times; null where only steps count."""
+
+    @property
+    def times(self) -> StepTimes:
+        """The table as arrays."""
+
+
+@runtime_checkable
+class Judge(Timed, Protocol):
+    """Scores trees on one set of prompts, and estimates their path probabilities."""
 
     @property
     def depth(self) -> int:
@@ -91,10 +100,6 @@ class Judge(Protocol):
 
     def estimate(self, estimator: str) -> PathProbabilities:
         """Path probabilities by the estimator of that name."""
-
-    @property
-    def times(self) -> StepTimes:
-        """The table as arrays."""
 
     @property
     def context_weights(self) -> Float[np.ndarray, " contexts"]:
