@@ -111,7 +111,7 @@ def cell_rows(traces: Traces, latency: LatencyTable, settings: Settings) -> list
     rows = []
     for cell, trace in traces.items():
         fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
-        held = hold_out(trace, table, chosen_trees(table, settings), fold)
+        held = hold_out(judges[cell], chosen_trees(settings), fold)
         assert held is not None
         weights = resampling_weights(len(held.tokens), RESAMPLES, settings.seed)
         scores = judges[cell].score(list(trees.values()))
