@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from factories import random_state_kept, repeatable
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import MEDUSA_63, PROMPTS, TREES, VOCAB, encoded, heads_of, must_not_run, target_of
 
@@ -274,7 +274,7 @@ subtrees = st.sets(st.sampled_from(MEDUSA_63.paths), max_size=8)
 
 
 @given(subtrees, st.sampled_from(sorted(RULES)))
-@repeatable
+@settings(repeatable, max_examples=25)
 def test_a_subtree_accepts_at_the_first_step_what_the_masks_say(chosen: set[tuple[int, ...]], name: str) -> None:
     """FIELD-CASES 37 for this rule, where it can hold: at a step whose text is the same, an answer's first."""
     tree = closed(chosen)
