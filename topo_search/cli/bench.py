@@ -75,10 +75,9 @@ def bench(
     from topo_search.bench import Course
     from topo_search.calibrate import encode_prompts
 
-    contenders = _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch)
     # generate runs the model as a transformers user would: without our packed weights and our attention.
-    theirs = settings | {"attention": "sdpa" if attention == "auto" else attention}
-    reference = inputs.load_model(target, **theirs, pack=False) if model.packed else model
+    settings["attention"] = "sdpa" if attention == "auto" else attention
+    reference = inputs.load_model(target, **settings, pack=False) if model.packed else model
     course = Course(
         target=model,
         reference=reference,
@@ -89,7 +88,7 @@ def bench(
         rule=rule,
         **_figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch),
     )
-    _race(course, contenders, as_json=as_json)
+    _race(course, _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch), as_json=as_json)
 
 
 def _require_files(tree: Path, chain: Path, heads: str) -> None:
