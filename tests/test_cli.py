@@ -244,7 +244,7 @@ def test_heads_run_in_a_precision_of_their_own(run: Run, model: list[object]) ->
     code, _, err = run("generate", "w1 w2", *model, *tree, "--heads-dtype", "bfloat16")
     assert code == 0, err
     assert "tokens per step" in err
-    _refused(run("generate", "w1", *model, "--heads-dtype", "int3"), "int3", "bfloat16")
+    _refused(run("generate", "w1", *model, *tree, "--heads-dtype", "int3"), "int3", "bfloat16")
 
 
 def test_training_writes_heads_that_calibrate(

@@ -75,18 +75,15 @@ def bench(
     from topo_search.bench import Course
     from topo_search.calibrate import encode_prompts
 
-    # generate runs the model as a transformers user would: without our packed weights and our attention.
-    settings["attention"] = "sdpa" if attention == "auto" else attention
-    reference = inputs.load_model(target, **settings, pack=False) if model.packed else model
     course = Course(
+        **_figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch),
         target=model,
-        reference=reference,
+        reference=_reference(target, model, settings),
         heads=draft_heads,
         prompts=encode_prompts(model, found, max_new_tokens=max_new_tokens),
         max_new_tokens=max_new_tokens,
         repeats=repeats,
         rule=rule,
-        **_figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch),
     )
     _race(course, _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch), as_json=as_json)
 
@@ -99,6 +96,16 @@ def _require_files(tree: Path, chain: Path, heads: str) -> None:
     for path in (tree, chain):
         stored_tree(path)
     require_heads(heads)
+
+
+def _reference(name: str, model: Target, settings: dict[str, Any]) -> Target:
+    """The model as a transformers user runs it in `generate`: without our packed weights and our attention."""
+    from topo_search.cli.inputs import load_model
+
+    if not model.packed:
+        return model
+    theirs = "sdpa" if settings["attention"] == "auto" else settings["attention"]
+    return load_model(name, **settings | {"attention": theirs}, pack=False)
 
 
 def _race(course: Course, contenders: list[Contender], *, as_json: bool) -> None:

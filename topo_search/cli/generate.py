@@ -54,13 +54,9 @@ def generate(
     """
     from topo_search.cli.decoding import fitting_tree, stored_tree
     from topo_search.cli.inputs import accepting_rule, chosen_rule, load_draft_heads, load_model, require_heads
-    from topo_search.errors import InputError
     from topo_search.report.console import note, stdout
 
-    if raw and prompt is None:
-        raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
-    if prompt is not None and not prompt.strip():
-        raise InputError("The prompt is empty; give a message, or leave it out to chat.")
+    _require_text(prompt, raw=raw)
     drawn = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     rule = accepting_rule(drawn, acceptance, epsilon, delta, bonus)
     stored_tree(tree)
@@ -85,6 +81,15 @@ def generate(
         session.chat()
     else:
         session.answer([{"role": "user", "content": prompt}], text=prompt if raw else None)
+
+
+def _require_text(prompt: str | None, *, raw: bool) -> None:
+    from topo_search.errors import InputError
+
+    if raw and prompt is None:
+        raise InputError("--raw continues a text, and there is none; give the text, or leave --raw out to chat.")
+    if prompt is not None and not prompt.strip():
+        raise InputError("The prompt is empty; give a message, or leave it out to chat.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -182,7 +182,7 @@ def _held_out(masks: AcceptTrace, latency: LatencyTable | None, settings: Settin
             ms[index] += np.bincount(unit, weights=times, minlength=count)
             at = np.bincount(score.context_of_step, minlength=len(score.times.contexts)).astype(np.float64)
             if np.isfinite(times).all():
-                _add(shares[index], time_shares(tree, at, 1.0))
+                _add(shares[index], time_shares(tree, at, 1.0, score.times))
     scored = steps > 0
     return _Held(steps=steps[scored], emitted=emitted[:, scored], ms=ms[:, scored], shares=shares)
 
