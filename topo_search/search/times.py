@@ -105,13 +105,10 @@ class StepTimes:
 
 def _affine(calls: dict[int, float]) -> tuple[float, float]:
     """The line through times by count that is closest to them, weighted by 1 / count, of those never negative."""
+    from scipy.optimize import nnls  # a quarter of a second to import, and only heads that pay by node need it
+
     counts, ms = np.array(list(calls), dtype=np.float64), np.array(list(calls.values()))
-    weights = 1 / counts
-    mean_count, mean_ms = np.average(counts, weights=weights), np.average(ms, weights=weights)
-    spread = (weights * (counts - mean_count) ** 2).sum()
-    slope = (weights * (counts - mean_count) * (ms - mean_ms)).sum() / spread if len(calls) > 1 else 0.0
-    if slope <= 0:
-        return max(float(mean_ms), 0.0), 0.0
-    if mean_ms < slope * mean_count:
-        return 0.0, max(float((weights * counts * ms).sum() / (weights * counts**2).sum()), 0.0)
-    return float(mean_ms - slope * mean_count), float(slope)
+    root = 1 / np.sqrt(counts)
+    basis = np.stack([root, root * counts], axis=1) if len(calls) > 1 else root[:, None]
+    found, _ = nnls(basis, root * ms)
+    return float(found[0]), float(found[1]) if len(calls) > 1 else 0.0
