@@ -67,6 +67,14 @@ class DecodeStats:
         mean = self.accepted_per_step
         return math.sqrt(sum(c * (length - mean) ** 2 for length, c in enumerate(self.histogram)) / self.steps)
 
+    def utilisation(self, num_draft_nodes: int) -> float:
+        """Accepted tokens over all nodes that were drafted and verified; 0 where there were none.
+
+        With a tree this is far below `accepted_per_step` over its depth, the figure of engines that draft chains.
+        """
+        drafted = num_draft_nodes * self.steps
+        return self.accepted_tokens / drafted if drafted else 0.0
+
     def reached(self, depth: int) -> int:
         """Steps whose walk arrived at `depth`: all shallower depths were accepted."""
         return sum(self.histogram[depth - 1 :])

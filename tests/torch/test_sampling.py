@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers.generation import logits_process
 from topo_search.answers import answer_batch
 from topo_search.calibrate import empty_trace, trace_of_answers
 from topo_search.decode.decoder import TreeDecoder
+from topo_search.decode.habits import TreeGenerator
 from topo_search.decode.sampling import choose, filtered
 from topo_search.errors import InputError
 from topo_search.identity import GREEDY, RuleIdentity, sampling_rule
@@ -23,7 +25,7 @@ from topo_search.replay import replay
 from topo_search.tree import Tree
 
 TARGET, HEADS = target_of("llama"), heads_of("llama")
-CAP = 24
+CAP, GRID_CAP = 24, 6
 FILTERS: dict[str, dict[str, Any]] = {
     "none": {},
     "top-k": {"top_k": 5},
@@ -117,6 +119,35 @@ def test_tree_text_is_plain_text_is_that_of_generate(temperature: float, seed: i
             answer = decoder_of(tree).generate(prompt, max_new_tokens=CAP, rule=rule, request=request)
             assert answer.tokens == reference.tokens
             assert sum(answer.accepted) + len(answer.accepted) == CAP - 1
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("filters", ["none", "all"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.3])
+def test_padded_batches_write_what_each_prompt_writes_alone(temperature: float, filters: str, side: str) -> None:
+    """The whole grid: greedy and two temperatures, three seeds, filters, four trees, batch 1 and 4, either padding."""
+    ids, mask = padded(PROMPTS, side)
+    width = ids.shape[1]
+    for seed in (0, 1, 2) if temperature else (0,):
+        given: dict[str, Any] = {"temperature": temperature, "seed": seed, "do_sample": True, **FILTERS[filters]}
+        given = {"max_new_tokens": GRID_CAP} | (given if temperature else {})
+        rule = sampling_rule(temperature=temperature, seed=seed, **FILTERS[filters]) if temperature else GREEDY
+        alone = [list(plain(p, rule, request=number, cap=GRID_CAP)) for number, p in enumerate(PROMPTS)]
+        for tree in GRID_TREES:
+            generator = TreeGenerator(decoder_of(tree))
+            found = generator.generate(ids, mask, **given)[:, width:].tolist()
+            assert found == alone
+            assert generator.generate(ids[:1], mask[:1], **given)[0, width:].tolist() == alone[0]
+
+
+def padded(prompts: Sequence[Sequence[int]], side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    longest = max(len(prompt) for prompt in prompts)
+    ids, mask = torch.zeros(2, len(prompts), longest, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        start = longest - len(prompt) if side == "left" else 0
+        ids[row, start : start + len(prompt)] = torch.tensor(prompt)
+        mask[row, start : start + len(prompt)] = 1
+    return ids, mask
 
 
 @pytest.mark.parametrize("architecture", ["mistral", "gemma3", "gpt2"])

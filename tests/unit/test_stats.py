@@ -33,6 +33,16 @@ def test_the_mean_is_over_all_steps_with_its_spread() -> None:
     assert stats.accepted_spread == pytest.approx(0.75**0.5)
 
 
+def test_utilisation_is_by_node_and_length_by_step() -> None:
+    """FIELD-CASES 33: 12 nodes, 4 steps, 6 accepted; a chain of 7 drafts whose steps emit 3.78 tokens uses 0.397."""
+    stats = DecodeStats.of([3, 2, 1, 0])
+    assert (stats.utilisation(12), stats.accepted_per_step, stats.tokens_per_step) == (6 / 48, 1.5, 2.5)
+    chain = DecodeStats.of([3] * 78 + [2] * 22)
+    assert chain.tokens_per_step == pytest.approx(3.78)
+    assert chain.utilisation(7) == pytest.approx(0.397, abs=5e-4)
+    assert (DecodeStats.of([]).utilisation(7), stats.utilisation(0)) == (0.0, 0.0)
+
+
 def test_no_step_is_plain_decoding() -> None:
     stats = DecodeStats.of([])
     assert (stats.steps, stats.tokens, stats.tokens_per_step, stats.accepted_spread) == (0, 0, 1.0, 0.0)
