@@ -199,6 +199,11 @@ def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[o
     _refused(run("optimize", "--accuracies", table, *idle), "mine.json", "--trace x.trace.safetensors", "swaps", "code")
     _refused(run("optimize", "--trials", 5), "--strategy optuna", "--trials 5")
     _refused(run("optimize", "--num-prompts", 5), "--objective race", "--num-prompts 5")
+    _refused(run("optimize", "--context-weights", "128:1"), "128:1", "256=0.7,1024=0.3")
+    _refused(run("optimize", "--context-weights", "128=1,128=2"), "twice")
+    _refused(run("optimize", "--context-weights", "128=-1"), "context weights", "negative")
+    steps = ["--objective", "tokens-per-step", "--context-weights", "128=1"]
+    _refused(run("optimize", *steps), "tokens-per-step", "--context-weights")
     _refused(run("optimize", "--folds", 1), "folds", "at least 2")
     _refused(run("optimize", "--max-depth", 0), "max depth")
     _refused(run("optimize", "--batch", 2, "--budget", 4), "batch 2", "--batch one of these")

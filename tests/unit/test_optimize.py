@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -198,6 +199,42 @@ def test_each_step_costs_what_its_nearest_context_costs() -> None:
     assert result[CHAIN].step_ms == pytest.approx(205.5 / 3)
     assert result[PLAIN].tokens_per_s == pytest.approx(1000 * 6 / (1 + 1 + 1 + 10 + 100 + 100))
     assert result[CHAIN].speedup == pytest.approx(213 / 205.5)
+
+
+def test_given_context_weights_stand_for_where_steps_start() -> None:
+    """The same steps, each at 3/4 of the time at 8 and 1/4 of that at 40: weights count by their shares."""
+    trace = trace_of([[0], [0], [0], [0]], [[0], [0]], resolved=1, prompt_tokens=[8, 100])
+    latency = latency_table({1: 1.0, 2: 2.0}, [0.5], contexts={8: 1.0, 12: 10.0, 40: 100.0})
+    result = optimize(trace, latency, asked(2, context_weights=((8, 3.0), (40, 1.0))))
+    chain_ms, plain_ms = 0.75 * 2.5 + 0.25 * 200.5, 0.75 * 1 + 0.25 * 100
+    assert result[CHAIN].step_ms == pytest.approx(chain_ms)
+    assert result[CHAIN].tokens_per_s == pytest.approx(1000 * 6 / (3 * chain_ms))
+    assert result[PLAIN].tokens_per_s == pytest.approx(1000 / plain_ms)
+
+
+def test_context_weights_decide_the_size() -> None:
+    """At context 8 width 2 is free and at 40 it is dear, whatever the trace's own contexts are."""
+    trace = trace_of([[0]] * 8, resolved=1, prompt_tokens=[8])
+    latency = latency_table({1: 10.0, 2: 10.0}, [0.0], contexts={8: 1.0, 40: 1.0})
+    verify = latency.verify | {(1, 40, 2): replace(latency.verify[1, 40, 2], median_ms=100.0)}
+    dear = replace(latency, verify=verify)
+    assert optimize(trace, dear, asked(2, context_weights=((8, 1.0), (40, 0.0)))).recommended == CHAIN
+    assert optimize(trace, dear, asked(2, context_weights=((8, 0.5), (40, 0.5)))).recommended == PLAIN
+
+
+@pytest.mark.parametrize("weights", [((8, -1.0), (40, 2.0)), ((8, 0.0),), ((8, float("nan")),), ()])
+def test_context_weights_that_weigh_nothing_are_refused(weights: tuple[tuple[int, float], ...]) -> None:
+    with pytest.raises(InputError, match="context weights"):
+        asked(2, context_weights=weights)
+
+
+def test_a_weight_needs_a_measured_context() -> None:
+    trace = trace_of([[0]] * 4, resolved=1)
+    latency = latency_table({1: 1.0, 2: 2.0}, [0.5], contexts={8: 1.0, 40: 1.0})
+    with pytest.raises(InputError, match=r"context 16 .*only at 8, 40"):
+        optimize(trace, latency, asked(2, context_weights=((16, 1.0),)))
+    with pytest.raises(InputError, match="--latency"):
+        optimize(trace, None, asked(2, objective="tokens-per-step", context_weights=((8, 1.0),)))
 
 
 def test_an_alternative_lists_its_nodes_probabilities_in_their_order(table_a: RankTrace) -> None:

@@ -102,6 +102,13 @@ PickOption = Annotated[
 MaxDepthOption = Annotated[int | None, typer.Option(help="No deeper nodes.", rich_help_panel=_SEARCH)]
 MaxRankOption = Annotated[int | None, typer.Option(help="No higher ranks; 0 = likeliest.", rich_help_panel=_SEARCH)]
 BatchOption = Annotated[int, typer.Option(help="Sequences that one step serves.", rich_help_panel=_SEARCH)]
+ContextWeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Step time = weighted mean of times at measured contexts, e.g. 256=0.7,1024=0.3; else each step's own.",
+        rich_help_panel=_SEARCH,
+    ),
+]
 FoldsOption = Annotated[int, typer.Option(help="Parts to split the prompts into.", rich_help_panel=_SURE)]
 ResamplesOption = Annotated[int, typer.Option(help="Of the prompts, for intervals.", rich_help_panel=_SURE)]
 SeedOption = Annotated[int, typer.Option(help="Of folds, resamples and sampler.", rich_help_panel=_SURE)]
@@ -144,6 +151,7 @@ def optimize(
     max_depth: MaxDepthOption = None,
     max_rank: MaxRankOption = None,
     batch: BatchOption = 1,
+    context_weights: ContextWeightsOption = None,
     workload: options.Workload = None,
     folds: FoldsOption = 5,
     resamples: ResamplesOption = 2000,
@@ -187,6 +195,7 @@ def optimize(
         max_depth=max_depth,
         max_rank=max_rank,
         batch=batch,
+        context_weights=None if context_weights is None else _weights(context_weights),
         folds=folds,
         resamples=resamples,
         seed=seed,
@@ -227,8 +236,29 @@ def _require_used(asked: dict[str, Any]) -> None:
         )
     if asked["strategy"] is not Strategy.optuna and (idle := sorted(given & _OF_STUDIES)):
         raise InputError(f"Without --strategy optuna, {_named(idle, asked)} would have no effect; leave it out.")
+    if asked["objective"] is Objective.tokens_per_step and "context_weights" in given:
+        raise InputError("--objective tokens-per-step counts no time, so --context-weights would have no effect.")
     if asked["objective"] is not Objective.race and (idle := sorted(given & _OF_RACES)):
         raise InputError(f"Without --objective race, {_named(idle, asked)} would have no effect; leave it out.")
+
+
+def _weights(text: str) -> tuple[tuple[int, float], ...]:
+    """Pairs such as 256=0.7,1024=0.3, ascending.
+
+    Raises:
+        InputError: it is no such list, or names a context twice.
+    """
+    from topo_search.errors import InputError
+
+    try:
+        pairs = [(int(context), float(weight)) for context, weight in (part.split("=") for part in text.split(","))]
+    except ValueError:
+        raise InputError(
+            f"--context-weights {text} is no list of CONTEXT=WEIGHT; write it as 256=0.7,1024=0.3."
+        ) from None
+    if len(dict(pairs)) != len(pairs):
+        raise InputError(f"--context-weights {text} names a context twice; give each one weight.")
+    return tuple(sorted(pairs))
 
 
 def _named(options_: list[str], asked: dict[str, Any]) -> str:
@@ -250,6 +280,7 @@ def _typical(settings: Settings, asked: dict[str, Any]) -> None:
         "--rule": asked["rule"] is not Rule.any,
         "--refine": asked["refine"] is not Refine.none,
         "--estimator": asked["estimator"] is not Estimator.backoff,
+        "--context-weights": asked["context_weights"] is not None,
         "--pick": asked["pick"] is not Pick.one_se,
     }
     given = [name for name, is_given in exact_only.items() if is_given]

@@ -57,6 +57,7 @@ class Assumptions:
         measured_contexts: those of the latency table that steps were timed at; null without a table.
         rule: acceptance rule and temperature.
         pick: rule that chose the size.
+        context_weights: (measured context, weight) pairs that step times were averaged by; null for each step's own.
     """
 
     estimator: str
@@ -71,6 +72,7 @@ class Assumptions:
     measured_contexts: tuple[int, ...] | None
     rule: RuleIdentity | None
     pick: str
+    context_weights: tuple[tuple[int, float], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +117,7 @@ def assess(trace: RankTrace, latency: LatencyTable | None, settings: Settings) -
         InputError: see `optimize`.
     """
     require_rows(trace)
-    judge = ReplayJudge.of(trace, latency, batch=settings.batch)
+    judge = ReplayJudge.of(trace, latency, batch=settings.batch, context_weights=settings.context_weights)
     result = optimize_by(judge, settings)
     fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
     held = hold_out(judge, chosen_trees(settings), fold)
@@ -144,7 +146,7 @@ def assess_improved(
     """
     require_rows(trace)
     fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
-    judge = ReplayJudge.of(trace, latency, batch=settings.batch)
+    judge = ReplayJudge.of(trace, latency, batch=settings.batch, context_weights=settings.context_weights)
     kept = fold != 0
     chosen_on = judge.among(kept) if kept[trace.prompt_of_row].any() else judge
     choice = choose(chosen_on, settings)
@@ -163,7 +165,12 @@ def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | 
     Raises:
         InputError: see `optimize`.
     """
-    judge = ExpectedJudge(probabilities=probabilities, latency=latency, batch=settings.batch)
+    judge = ExpectedJudge(
+        probabilities=probabilities,
+        latency=latency,
+        batch=settings.batch,
+        given_weights=settings.context_weights,
+    )
     result = optimize_by(judge, settings)
     return Assessment(
         result=result,
@@ -189,6 +196,7 @@ def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | 
             measured_contexts=None if latency is None else tuple(latency.contexts(settings.batch)),
             rule=None,
             pick="best",
+            context_weights=settings.context_weights,
         ),
     )
 
@@ -267,6 +275,8 @@ def _assumptions(trace: RankTrace, latency: LatencyTable | None, settings: Setti
     if latency is not None:
         used = np.unique(latency.nearest_context(contexts, batch=settings.batch))
         measured = tuple(latency.contexts(settings.batch)[index] for index in used)
+    if settings.context_weights is not None:
+        measured = tuple(sorted(context for context, weight in settings.context_weights if weight))
     return Assumptions(
         estimator=settings.estimator,
         law="steps start where the replayed walk puts them",
@@ -280,6 +290,7 @@ def _assumptions(trace: RankTrace, latency: LatencyTable | None, settings: Setti
         measured_contexts=measured,
         rule=trace.rule,
         pick="best" if settings.objective == "tokens-per-step" else settings.pick,
+        context_weights=settings.context_weights,
     )
 
 

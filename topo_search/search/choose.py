@@ -6,6 +6,7 @@ figures come from running it on some prompts and scoring on others (`selection`)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -46,6 +47,8 @@ class Settings:
             keep the size and are judged by replay.
         max_depth, max_rank: leave out deeper nodes and higher ranks (0 = most likely).
         batch: sequences that one step serves.
+        context_weights: (measured context, weight) pairs; a step then costs the weighted mean of its times there,
+            wherever it starts. Null: each step costs its time at the measured context nearest to its own.
         folds: parts that the prompts are split into for cross-fitting, at least 2.
         resamples: of the prompts, for intervals.
         seed: of folds and resamples.
@@ -63,6 +66,7 @@ class Settings:
     max_depth: int | None = None
     max_rank: int | None = None
     batch: int = 1
+    context_weights: tuple[tuple[int, float], ...] | None = None
     folds: int = 5
     resamples: int = 2000
     seed: int = 0
@@ -77,6 +81,12 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise InputError(f"{name.replace('_', ' ')} is {value}; it must be at least {minimum}.")
+        weights = [1.0] if self.context_weights is None else [weight for _, weight in self.context_weights]
+        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+            raise InputError(
+                f"The context weights are {', '.join(f'{weight:g}' for weight in weights)}; they must be finite, none "
+                "negative, and not all 0."
+            )
         if self.refine != "none" and (self.max_rank is not None or self.rule != "any"):
             raise InputError("Refinement knows no largest rank and no engine's rule; leave out --refine, or those.")
 

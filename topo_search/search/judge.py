@@ -35,7 +35,8 @@ class Scores:
         trees: the trees, one per row of the arrays.
         tokens: `[prompts]`, N - 1 of each prompt: what its steps emit, whatever the tree.
         counts: `[trees, prompts, contexts]`, steps by the measured context nearest to each; one context without a
-            table. A fraction where a step is expected rather than counted (`ExpectedJudge`).
+            table. A fraction where a step is expected rather than counted (`ExpectedJudge`), or where given weights
+            spread it over contexts.
         ms: `[trees, prompts]`, time of those steps; NaN where the tree's width or depth has no time.
         all_positions: `[trees]`, mean emitted over every row, as if steps started everywhere.
     """
@@ -138,9 +139,20 @@ class ReplayJudge:
     segment_keys: Int[np.ndarray, " segments"]
 
     @classmethod
-    def of(cls, trace: RankTrace, latency: LatencyTable | None, *, batch: int = 1) -> ReplayJudge:
-        """Number the trace's prefixes and look up each row's context."""
-        return cls._of(trace, latency, batch, PrefixTable.of(trace), StepTimes.of(latency, batch))
+    def of(
+        cls,
+        trace: RankTrace,
+        latency: LatencyTable | None,
+        *,
+        batch: int = 1,
+        context_weights: Sequence[tuple[int, float]] | None = None,
+    ) -> ReplayJudge:
+        """Number the trace's prefixes and look up each row's context, unless weights say what contexts count.
+
+        Raises:
+            InputError: a context that has a weight was not measured.
+        """
+        return cls._of(trace, latency, batch, PrefixTable.of(trace), StepTimes.of(latency, batch, context_weights))
 
     def among(self, prompts: Bool[np.ndarray, " prompts"]) -> ReplayJudge:
         """The judge of the prompts marked, by the numbers that all paths have already."""
@@ -175,7 +187,9 @@ class ReplayJudge:
 
     @cached_property
     def context_weights(self) -> Float[np.ndarray, " contexts"]:
-        """Share of rows at each measured context."""
+        """The weights given, else the share of rows at each measured context."""
+        if self.times.weights is not None:
+            return self.times.weights
         rows = np.diff(self.segment_starts, append=len(self.trace.ranks))
         contexts = len(self.times.contexts)
         weights: np.ndarray = np.bincount(self.segment_keys % contexts, weights=rows, minlength=contexts) / rows.sum()
@@ -209,6 +223,8 @@ class ReplayJudge:
         flat = np.zeros((len(trees), len(self.trace.prompts) * contexts))
         flat[:, self.segment_keys] = per_segment
         counts = flat.reshape(len(trees), len(self.trace.prompts), contexts)
+        if self.times.weights is not None:
+            counts = counts.sum(axis=2, keepdims=True) * self.times.weights
         times = np.array([self.times.tree_ms(tree) for tree in trees])
         return Scores(
             trees=tuple(trees),
@@ -229,11 +245,13 @@ class ExpectedJudge:
     Attributes:
         probabilities: of every path that may be used.
         latency, batch: as in `ReplayJudge`.
+        given_weights: (context, weight) pairs; null for every measured context alike.
     """
 
     probabilities: PathProbabilities
     latency: LatencyTable | None
     batch: int = 1
+    given_weights: tuple[tuple[int, float], ...] | None = None
 
     @property
     def depth(self) -> int:
@@ -248,11 +266,13 @@ class ExpectedJudge:
     @cached_property
     def times(self) -> StepTimes:
         """The table at that batch."""
-        return StepTimes.of(self.latency, self.batch)
+        return StepTimes.of(self.latency, self.batch, self.given_weights)
 
     @property
     def context_weights(self) -> Float[np.ndarray, " contexts"]:
-        """Every measured context alike."""
+        """The weights given, else every measured context alike."""
+        if self.times.weights is not None:
+            return self.times.weights
         return np.full(len(self.times.contexts), 1 / len(self.times.contexts))
 
     def refined(self, tree: Tree, estimator: str, *, swaps: bool) -> Tree:

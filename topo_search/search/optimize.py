@@ -79,7 +79,9 @@ def optimize(trace: RankTrace, latency: LatencyTable | None, settings: Settings)
         InputError: the trace is empty, or no time is at hand.
     """
     require_rows(trace)
-    return optimize_by(ReplayJudge.of(trace, latency, batch=settings.batch), settings)
+    return optimize_by(
+        ReplayJudge.of(trace, latency, batch=settings.batch, context_weights=settings.context_weights), settings
+    )
 
 
 def optimize_by(judge: Judge, settings: Settings) -> SearchResult:

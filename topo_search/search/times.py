@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Float
 
 from topo_search.cost import DraftTimes, LatencyTable
+from topo_search.errors import InputError
 from topo_search.search.step_costs import DraftCosts, StepCosts
 from topo_search.tree import Path, Tree
 
@@ -22,17 +23,29 @@ class StepTimes:
         contexts: measured ones, in tokens; a single 0 without a table.
         verify_ms: by width, `[contexts]`; only widths with a time at every context.
         draft: draft times.
+        weights: how much each context counts, summing to 1; null where steps count at the context they start at.
         scale: what every time is multiplied by, see `LatencyTable.mean_over_median`.
     """
 
     contexts: tuple[int, ...]
     verify_ms: dict[int, Float[np.ndarray, " contexts"]]
     draft: DraftTimes
+    weights: Float[np.ndarray, " contexts"] | None = None
     scale: float = 1.0
 
     @classmethod
-    def of(cls, latency: LatencyTable | None, batch: int) -> StepTimes:
-        """Read the table; nothing has a time where there is none."""
+    def of(
+        cls,
+        latency: LatencyTable | None,
+        batch: int,
+        context_weights: Sequence[tuple[int, float]] | None = None,
+    ) -> StepTimes:
+        """Read the table; nothing has a time where there is none.
+
+        Raises:
+            InputError: weights are given without a table, or for a context that the table does not have.
+        """
+        weights = None if context_weights is None else _weights(latency, batch, dict(context_weights))
         if latency is None:
             return cls(contexts=(0,), verify_ms={}, draft=DraftTimes(ms={}))
         contexts = tuple(latency.contexts(batch))
@@ -45,6 +58,7 @@ class StepTimes:
             contexts=contexts or (0,),
             verify_ms={width: scale * np.array(times, dtype=np.float64) for width, times in verify.items()},
             draft=latency.draft_times(batch),
+            weights=weights,
             scale=scale,
         )
 
@@ -101,6 +115,20 @@ class StepTimes:
         if depth == 1:
             return 0.0
         return self.draft.ms.get((depth - 1, min(expanded, 1) if depth == 2 else expanded), math.nan)
+
+
+def _weights(latency: LatencyTable | None, batch: int, given: dict[int, float]) -> Float[np.ndarray, " contexts"]:
+    """Shares of the measured contexts, 0 where none is given."""
+    if latency is None:
+        raise InputError("Context weights are over the contexts of a latency table, and there is none; pass --latency.")
+    measured = latency.contexts(batch)
+    if measured and (unknown := sorted(set(given) - set(measured))):
+        raise InputError(
+            f"The latency table has no time at context {unknown[0]} for batch {batch}, only at "
+            f"{', '.join(map(str, measured))}; weight these, or measure at yours."
+        )
+    weights = np.array([given.get(context, 0.0) for context in measured or [0]])
+    return weights / weights.sum() if weights.any() else weights
 
 
 def _affine(calls: dict[int, float]) -> tuple[float, float]:

@@ -19,7 +19,12 @@ def scope(held: Assumptions) -> str:
     if held.contexts is not None:
         words.append(f"contexts of {held.contexts[0]} to {held.contexts[1]} tokens")
     if held.measured_contexts is not None:
-        words.append(f"timed at {', '.join(map(str, held.measured_contexts))}")
+        weights = dict(held.context_weights or ())
+        shown = [
+            f"{context} (weight {weights[context]:g})" if weights else str(context)
+            for context in held.measured_contexts
+        ]
+        words.append(f"timed at {', '.join(shown)}")
     if held.rule is not None:
         words.append(f"{held.rule.rule} acceptance at temperature {held.rule.temperature:g}")
     return f"Holds for {', '.join(words)}."
