@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from models import PROMPTS, TREES, encoded, heads_of, target_of
@@ -87,7 +88,8 @@ def test_real_times_and_a_study(tmp_path: object) -> None:
             raise AssertionError("raced again")
 
     again = MustNotRun(target=TARGET, heads=HEADS, prompts=encoded(PROMPTS[0]), seed=SEED, max_new_tokens=4, repeats=1)
-    assert run_study(space, again, [SEED], study) == found
+    resumed = run_study(space, again, [SEED], study)
+    assert (resumed.known, replace(resumed, known=0)) == (3, found)
 
 
 def test_another_text_is_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:

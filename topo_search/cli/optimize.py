@@ -185,20 +185,15 @@ def optimize(
 
     _require_consistent(objective, strategy, rule, target)
     _require_used(asked)
+    same = ("budget", "max_depth", "max_rank", "batch", "folds", "resamples", "seed")
     settings = Settings(
-        budget=budget,
         objective="tokens-per-step" if objective is Objective.tokens_per_step else "throughput",
         estimator=estimator.value,
         pick="best" if pick is Pick.best else "one-se",
         rule=rule.value,
         refine=refine.value,
-        max_depth=max_depth,
-        max_rank=max_rank,
-        batch=batch,
         context_weights=None if context_weights is None else _weights(context_weights),
-        folds=folds,
-        resamples=resamples,
-        seed=seed,
+        **{name: asked[name] for name in same},
     )
     if acceptance is options.Acceptance.typical:
         _typical(settings, asked)

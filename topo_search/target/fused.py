@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from topo_search.target.attention import GROUPED, grouped_attention
-from topo_search.target.packing import PackedLinear, can_pack
+from topo_search.target.packing import PackedLinear, can_pack, is_packable
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers compute what `FusedLayer` does, and no more
 _TOLERANCE = 1e-4  # of a layer's output, relative to its largest number
@@ -136,7 +136,7 @@ def _can_fuse(model: Any) -> bool:
     if config._attn_implementation not in (GROUPED, "sdpa"):
         return False
     linears = (linear for layer in body.layers for linear in _linears(layer))
-    return all(type(linear) is nn.Linear for linear in linears)
+    return all(type(linear) is nn.Linear and is_packable(linear.weight) for linear in linears)
 
 
 def _linears(layer: Any) -> list[nn.Module]:

@@ -67,11 +67,12 @@ def pack_linears(model: nn.Module, *, output_layer: nn.Module | None = None) -> 
     packed = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _is_packable(child.weight):
+            if type(child) is nn.Linear and is_packable(child.weight):
                 setattr(parent, name, PackedLinear(child, keep_weight=child is output_layer))
                 packed += 1
     return packed
 
 
-def _is_packable(weight: Tensor) -> bool:
+def is_packable(weight: Tensor) -> bool:
+    """Whether a weight is an fp32 matrix on a CPU, and not a quantised one in its place."""
     return is_plain(weight) and weight.dtype == torch.float32 and weight.device.type == "cpu"
