@@ -15,7 +15,8 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from topo_search.errors import InputError
-from topo_search.files.trace_file import MAX_BYTES, read_trace, write_trace
+from topo_search.files.headed import MAX_BYTES
+from topo_search.files.trace_file import read_trace, write_trace
 from topo_search.trace import RankTrace
 
 GOLDEN = Path(__file__).parents[1] / "golden"

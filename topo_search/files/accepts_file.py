@@ -15,19 +15,13 @@ from pydantic import Field, JsonValue
 
 from topo_search.accepts import AcceptTrace
 from topo_search.errors import InputError
-from topo_search.files.atomic import write_bytes
 from topo_search.files.documents import (
     Count,
     Document,
-    json_text,
-    parse_json,
     published,
-    require_format,
-    schema_hint,
-    validated,
 )
+from topo_search.files.headed import read_headed, write_headed
 from topo_search.files.reading import naming
-from topo_search.files.tensors import read_tensors, safetensors_bytes
 from topo_search.files.trace_file import PromptEntry
 from topo_search.files.tree_file import MAX_DEPTH, MAX_NODES, MAX_RANK
 from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity, recorded
@@ -35,7 +29,6 @@ from topo_search.trace import TracePrompt
 from topo_search.tree import Tree
 
 ACCEPTS_SUFFIX = ".accepts.safetensors"
-MAX_BYTES = 2**30
 _TENSORS = {"accepted": ("U8", 2), "prompt": ("I32", 1), "remaining": ("I32", 1)}
 _DESCRIBED = "accepted (uint8, 2-D), prompt and remaining (int32, 1-D)"
 
@@ -69,15 +62,12 @@ def write_accepts(path: Path, accepts: AcceptTrace) -> None:
         "max_new_tokens": accepts.max_new_tokens,
         "provenance": accepts.provenance,
     }
-    text = json_text(fields)
-    validated(path, text, AcceptsDocument, hint=schema_hint("accepts"))
     arrays: dict[str, np.ndarray] = {
         "accepted": accepts.accepted.astype(np.uint8),
         "prompt": accepts.prompt_of_step.astype(np.int32),
         "remaining": accepts.remaining.astype(np.int32),
     }
-    metadata = {"format": "topo-search/accepts", "version": "1", "accepts": text}
-    write_bytes(path, safetensors_bytes(arrays, metadata))
+    write_headed(path, "accepts", fields, AcceptsDocument, arrays)
 
 
 def read_accepts(path: Path) -> AcceptTrace:
@@ -87,12 +77,7 @@ def read_accepts(path: Path) -> AcceptTrace:
         InputError: the file is missing, cut off, no safetensors, of another format or version, breaks the schema, or
             its tensors contradict its header. The message names the file, the place and the rule.
     """
-    metadata, arrays = read_tensors(path, _TENSORS, kind="accepts", described=_DESCRIBED, max_bytes=MAX_BYTES)
-    version = metadata.get("version")
-    require_format(path, {**metadata, "version": 1 if version == "1" else version}, "accepts")
-    text = metadata.get("accepts", "")
-    parse_json(f"{path}: the header entry accepts", text)
-    document = validated(path, text, AcceptsDocument, hint=schema_hint("accepts"))
+    document, arrays = read_headed(path, "accepts", AcceptsDocument, _TENSORS, _DESCRIBED)
     with naming(path):
         return _accepts(document, arrays)
 

@@ -14,25 +14,18 @@ import numpy as np
 from pydantic import Field, JsonValue
 
 from topo_search.errors import InputError
-from topo_search.files.atomic import write_bytes
 from topo_search.files.documents import (
     Count,
     Document,
     Length,
-    json_text,
-    parse_json,
     published,
-    require_format,
-    schema_hint,
-    validated,
 )
+from topo_search.files.headed import read_headed, write_headed
 from topo_search.files.reading import naming
-from topo_search.files.tensors import read_tensors, safetensors_bytes
 from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity, recorded
 from topo_search.trace import RankTrace, TracePrompt
 
 TRACE_SUFFIX = ".trace.safetensors"
-MAX_BYTES = 2**30
 _TENSORS = {"ranks": ("I16", 2), "prompt": ("I32", 1), "position": ("I32", 1)}
 _DESCRIBED = "ranks (int16, 2-D), prompt and position (int32, 1-D)"
 
@@ -75,15 +68,12 @@ def write_trace(path: Path, trace: RankTrace) -> None:
         "max_new_tokens": trace.max_new_tokens,
         "provenance": trace.provenance,
     }
-    text = json_text(fields)
-    validated(path, text, TraceDocument, hint=schema_hint("trace"))
     arrays: dict[str, np.ndarray] = {
         "ranks": trace.ranks.astype(np.int16),
         "prompt": trace.prompt_of_row.astype(np.int32),
         "position": trace.positions.astype(np.int32),
     }
-    metadata = {"format": "topo-search/trace", "version": "1", "trace": text}
-    write_bytes(path, safetensors_bytes(arrays, metadata))
+    write_headed(path, "trace", fields, TraceDocument, arrays)
 
 
 def read_trace(path: Path) -> RankTrace:
@@ -93,12 +83,7 @@ def read_trace(path: Path) -> RankTrace:
         InputError: the file is missing, cut off, no safetensors, of another format or version, breaks the schema, or
             its tensors contradict its prompts. The message names the file, the place and the rule.
     """
-    metadata, arrays = read_tensors(path, _TENSORS, kind="trace", described=_DESCRIBED, max_bytes=MAX_BYTES)
-    version = metadata.get("version")
-    require_format(path, {**metadata, "version": 1 if version == "1" else version}, "trace")
-    text = metadata.get("trace", "")
-    parse_json(f"{path}: the header entry trace", text)
-    document = validated(path, text, TraceDocument, hint=schema_hint("trace"))
+    document, arrays = read_headed(path, "trace", TraceDocument, _TENSORS, _DESCRIBED)
     with naming(path):
         return _trace(document, arrays)
 
