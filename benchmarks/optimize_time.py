@@ -1,6 +1,7 @@
 """How long `topo-search optimize --budget 64`, the same with swaps, and `--help` take as whole processes.
 
-The trace has at least 50,000 positions: the demo's own, repeated under new prompt ids. Medians over fresh processes:
+The trace has 50,000 positions, or as few more as whole prompts allow: the demo's own, repeated under new prompt ids.
+Medians over fresh processes:
 
     python benchmarks/optimize_time.py
 """
@@ -29,7 +30,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def main() -> None:
     demo = read_trace(packaged("calibration/demo/demo.trace.safetensors"))
-    trace = repeated(demo, -(-POSITIONS // len(demo.ranks)))
+    trace = of_length(repeated(demo, -(-POSITIONS // len(demo.ranks))), POSITIONS)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "long.trace.safetensors"
         write_trace(path, trace)
@@ -51,6 +52,12 @@ def repeated(trace: RankTrace, times: int) -> RankTrace:
     """The trace several times over, each time under new prompt ids."""
     prompts = [replace(prompt, id=f"{prompt.id}-{turn}") for turn in range(times) for prompt in trace.prompts]
     return replace(trace, prompts=tuple(prompts), ranks=np.concatenate([trace.ranks] * times))
+
+
+def of_length(trace: RankTrace, positions: int) -> RankTrace:
+    """The first prompts that have so many positions together."""
+    enough = int(np.searchsorted(np.cumsum([max(prompt.rows, 0) for prompt in trace.prompts]), positions)) + 1
+    return trace.of_prompts(np.arange(len(trace.prompts)) < enough)
 
 
 def timed(arguments: list[str], folder: str) -> dict[str, float]:

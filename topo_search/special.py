@@ -18,10 +18,9 @@ _TINY, _CONVERGED = 1e-300, 2.3e-16
 
 def log_gamma(x: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:
     """Logarithm of the gamma function of positive numbers."""
-    below = x.copy()  # x (x + 1) .. (x + 7): gamma(x + 8) / gamma(x)
-    for step in range(1, _SHIFT):
-        below *= x + step
     y = x + _SHIFT
+    outer = x * (x + 7)
+    below = outer * (outer + 6) * (outer + 10) * (outer + 12)  # x (x + 1) .. (x + 7) = gamma(x + 8) / gamma(x)
     inverse = 1 / y
     square = inverse * inverse
     series = np.full_like(y, _STIRLING[-1])
