@@ -16,7 +16,7 @@ import typer
 from topo_search.cli import bench, calibrate, distill, generate, heads, measure, optimize, train, tree
 from topo_search.errors import InputError, TopoSearchError
 
-_YOUNG_OBJECTS = 500_000  # a search makes many objects and no cycles: the default of 700 costs it a twentieth of its time
+_YOUNG_OBJECTS = 500_000  # a search makes many objects and no cycles: at the default of 700 it is a twentieth slower
 
 app = typer.Typer(
     help="Find, prove and serve the verification tree that is fastest for your model, heads, prompts and device.",
