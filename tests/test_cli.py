@@ -204,6 +204,13 @@ def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[o
     _refused(run("optimize", "--context-weights", "128=-1"), "context weights", "negative")
     steps = ["--objective", "tokens-per-step", "--context-weights", "128=1"]
     _refused(run("optimize", *steps), "tokens-per-step", "--context-weights")
+    _refused(run("optimize", "--batch-weights", "1:1"), "1:1", "BATCH=WEIGHT", "1=0.7,4=0.3")
+    _refused(run("optimize", "--batch-weights", "1=1,1=2"), "twice")
+    _refused(run("optimize", "--batch-weights", "1=0"), "batch weights", "not all 0")
+    _refused(run("optimize", "--batch-weights", "1=1", "--batch", 2), "--batch and --batch-weights", "leave one out")
+    _refused(run("optimize", *steps[:2], "--batch-weights", "1=1"), "tokens-per-step", "--batch-weights")
+    race = ["--strategy", "optuna", "--objective", "race", "--target", "demo"]
+    _refused(run("optimize", *race, "--batch-weights", "1=1"), "one sequence at a time")
     _refused(run("optimize", "--folds", 1), "folds", "at least 2")
     _refused(run("optimize", "--max-depth", 0), "max depth")
     _refused(run("optimize", "--batch", 2, "--budget", 4), "batch 2", "--batch one of these")
@@ -359,6 +366,12 @@ def test_batches_are_measured_and_searched(run: Run, model: list[object], prompt
     assert code == 0, err
     assert "batch 1, 2" in err
     assert "Verify times, batch 1" in out and "Verify times, batch 2" in out
+
+    def study(*words: object) -> object:
+        code, out, err = run(*words, "--strategy", "optuna", "--trials", 1, "--json")
+        assert code == 0, err
+        return json.loads(out)["study"].get("name")
+
     for batch in (1, 2):
         code, out, err = run("optimize", "--budget", 4, "--latency", "both.latency.json", "--batch", batch, "--json")
         assert code == 0, err
@@ -366,9 +379,17 @@ def test_batches_are_measured_and_searched(run: Run, model: list[object], prompt
         assert plain["tokens_per_s"] == pytest.approx(1000 * batch / plain["step_ms"])
         assert f"batch {batch}" in json.loads(out)["verdict"]
         assert ("every row still being written" in json.loads(out)["verdict"]) == (batch > 1)
-    _refused(
-        run("optimize", "--budget", 4, "--latency", "both.latency.json", "--batch", 3), "no time at batch 3", "1, 2"
-    )
+    mixed = ["optimize", "--budget", 4, "--latency", "both.latency.json", "--batch-weights"]
+    code, out, err = run(*mixed, "1=0.25,2=0.75", "--json")
+    assert code == 0, err
+    plain = json.loads(out)["alternatives"][0]
+    assert plain["tokens_per_s"] == pytest.approx(1000 / plain["step_ms"] / (0.25 + 0.75 / 2))
+    assert "batch 1 for 25 % of the tokens and batch 2 for 75 %" in json.loads(out)["verdict"]
+    assert json.loads(out)["assumptions"]["batch_weights"] == [[1, 0.25], [2, 0.75]]
+    names = [study(*mixed, weights) for weights in ("1=1,2=1", "1=1,2=2")] + [study(*mixed[:-1])]
+    assert len(set(names)) == 3
+    _refused(run(*mixed[:-1], "--batch", 3), "no time at batch 3", "1, 2")
+    _refused(run(*mixed, "1=1,3=1"), "no time at batch 3", "1, 2", "--batch-weights")
     _refused(run("measure", *model, *grid[:-1], "1,x"), "--batches 1,x")
     _refused(run("measure", *model, *grid[:-1], "0"), "batches are (0,)")
 
@@ -629,6 +650,10 @@ def test_typical_acceptance_from_masks_to_race(run: Run, calibrated: list[object
         (["calibrate", "--tree", "trees/none.tree.json"], "a rank trace needs none"),
         (["calibrate", *TYPICAL, "--tree", "trees/none.tree.json"], "There is no file"),
         (["optimize", "--acceptance", "typical"], "No accept masks in ./calibration"),
+        (
+            ["optimize", "--acceptance", "typical", "--batch-weights", "1=1"],
+            "--batch-weights belongs to the exact search",
+        ),
         (["optimize", "--acceptance", "typical", "--refine", "swaps"], "--refine belongs to the exact search"),
         (["optimize", "--acceptance", "typical", "--strategy", "optuna"], "--strategy optuna belongs to the exact"),
     ],

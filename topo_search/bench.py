@@ -313,7 +313,7 @@ def predicted_rate(latency: LatencyTable | None, trace: RankTrace, walks: Replay
     """Tokens after the first per second: one tree's replayed steps, each at its own time in the table."""
     if latency is None or tree is None or not walks.steps[0]:
         return None
-    times = StepTimes.of(latency, 1).tree_ms(tree)
+    times = StepTimes.of(latency).tree_ms(tree)
     if np.isnan(times).any():
         return None
     visited = walks.visited[0]

@@ -30,6 +30,8 @@ OK, OUT_OF_MEMORY = "ok", "out of memory"
 WHATEVER_EXPANDED = 0  # expanded nodes of a draft that costs the same whatever the tree expands below its root
 
 DraftCell = tuple[int, int]  # depth, nodes expanded at every depth below the root
+Batches = tuple[tuple[int, float], ...]  # batch, share of the steps taken with so many sequences; shares sum to 1
+ALONE: Batches = ((1, 1.0),)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +144,16 @@ class LatencyTable:
     attention: str
     provenance: dict[str, Any] = field(default_factory=dict)
 
-    def contexts(self, batch: int = 1) -> list[int]:
-        """Context lengths measured, in tokens, ascending."""
-        return sorted({context for b, context, _ in self.verify if b == batch})
+    def contexts(self, *batches: int) -> list[int]:
+        """Context lengths measured at every batch given, in tokens, ascending; batch 1 by default."""
+        at = [{context for b, context, _ in self.verify if b == batch} for batch in batches or (1,)]
+        return sorted(set.intersection(*at))
 
-    def widths(self, batch: int = 1) -> list[int]:
-        """Verify widths with a time at every measured context."""
-        contexts = self.contexts(batch)
-        known = {width for b, _, width in self.verify if b == batch}
-        return [w for w in sorted(known) if all(self._median((batch, c, w)) is not None for c in contexts)]
+    def widths(self, *batches: int) -> list[int]:
+        """Verify widths with a time at every batch given and each of their contexts; batch 1 by default."""
+        shapes = [(batch, context) for batch in batches or (1,) for context in self.contexts(*batches)]
+        known = {width for _, _, width in self.verify} if shapes else set()
+        return [w for w in sorted(known) if all(self._median((b, c, w)) is not None for b, c in shapes)]
 
     def step_ms(self, tree: Tree, *, batch: int = 1) -> Float[np.ndarray, " contexts"]:
         """Expected step time of a tree at each measured context.
@@ -185,9 +188,11 @@ class LatencyTable:
         medians = math.fsum(timing.median_ms or 0.0 for timing in timed)
         return math.fsum(timing.mean_ms or 0.0 for timing in timed) / medians if medians else 1.0
 
-    def nearest_context(self, contexts: Int[np.ndarray, " steps"], *, batch: int = 1) -> Int[np.ndarray, " steps"]:
-        """Index of the measured context nearest to each given one, the smaller one between two."""
-        measured = np.array(self.contexts(batch))
+    def nearest_context(
+        self, contexts: Int[np.ndarray, " steps"], *, batches: Sequence[int] = (1,)
+    ) -> Int[np.ndarray, " steps"]:
+        """Index of the context measured at these batches nearest to each given one, the smaller one between two."""
+        measured = np.array(self.contexts(*batches))
         nearest: np.ndarray = np.abs(contexts[:, None] - measured[None, :]).argmin(axis=1)
         return nearest
 

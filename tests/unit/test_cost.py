@@ -145,7 +145,7 @@ def test_steps_are_paid_for_by_their_mean() -> None:
     table.draft[1, 1, WHATEVER_EXPANDED] = skewed
     assert table.mean_over_median == pytest.approx(1.1)
     assert table.step_ms(Tree.chain(1)) == pytest.approx(22.0)
-    times = StepTimes.of(table, 1)
+    times = StepTimes.of(table)
     assert times.tree_ms(Tree.chain(1)) == pytest.approx(22.0)
     assert times.costs(np.ones(1), 1).step_ms(Tree.chain(1)) == pytest.approx(22.0)
     assert latency_table({1: 10.0}).mean_over_median == 1.0  # where only medians are known
@@ -155,7 +155,7 @@ def test_a_familys_times_are_those_of_its_trees() -> None:
     order = spread_tree(1, 3, 5).paths
     table = latency_table({width: 10.0 + width for width in range(1, 12) if width != 4}, contexts={16: 1.0, 99: 1.5})
     for draft in (priced(lambda depth, n: 1.0 + n**1.5 + depth), table.draft_times(), priced(lambda d, n: 1.0, (1, 2))):
-        times = replace(StepTimes.of(table, 1), draft=draft, scale=1.25)
+        times = replace(StepTimes.of(table), draft=draft, scale=1.25)
         sizes = [1, 2, 3, 6, len(order)]
         expected = [times.tree_ms(Tree(order[:size])) for size in sizes]
         np.testing.assert_allclose(times.family_ms(order, sizes), expected)
@@ -170,7 +170,7 @@ def test_affine_calls_are_found_exactly() -> None:
     table = latency_table({1: 10.0, 8: 12.0, 12: 12.0})
     table.draft.clear()
     table.draft.update({(1, *c): timing(ms) for c, ms in priced(lambda d, n: 1.0 + d + 0.5 * n).ms.items()})
-    times = StepTimes.of(table, 1)
+    times = StepTimes.of(table)
     costs = times.costs(np.ones(1), 4)
     for tree in (Tree(()), spread_tree(1, 3, 3), spread_tree(1, 2, 4, 4)):
         if tree.verify_width in times.verify_ms:

@@ -125,14 +125,14 @@ def noisy_table() -> LatencyTable:
 def test_the_spread_of_timings_enters_as_variance_of_the_log() -> None:
     """Width 3, 10 steps, 150 of 170 ms in verify: the median of 4 timings with sigma 1 has error 1.2533 / 2."""
     table, tree = noisy_table(), Tree(((0,), (0, 0)))
-    shares = time_shares(tree, np.array([10.0]), 180.0, StepTimes.of(table, 1))
+    shares = time_shares(tree, np.array([10.0]), 180.0, StepTimes.of(table))
     assert shares == {("verify", 0, 3): 10 / 180, ("draft", 2, WHATEVER_EXPANDED): 10 / 180}
     assert latency_variance(table, shares) == pytest.approx((10 / 180 * 1.2533 / 2) ** 2)
 
 
 def test_what_two_trees_have_in_common_cancels() -> None:
     table = noisy_table()
-    times = StepTimes.of(table, 1)
+    times = StepTimes.of(table)
     one, same = (time_shares(Tree(((0,), (1,))), np.array([10.0]), 170.0, times) for _ in range(2))
     assert latency_variance(table, one, same) == 0
     plain = time_shares(Tree(()), np.array([20.0]), 200.0, times)

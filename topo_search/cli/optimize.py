@@ -69,6 +69,7 @@ class Pick(StrEnum):
 
 
 _OF_TRACES = {"trace", "workload", "estimator", "refine", "folds", "resamples", "allow_mismatch"}
+_OF_TIMES = {"batch_weights", "context_weights"}
 _OF_STUDIES = {"trials", "storage"}
 _OF_RACES = {"heads", "prompts", "num_prompts", "max_new_tokens", "repeats", "dtype", "device"}
 _LISTED = 4096  # paths taken from an accuracy table; more where the budget is larger
@@ -102,6 +103,13 @@ PickOption = Annotated[
 MaxDepthOption = Annotated[int | None, typer.Option(help="No deeper nodes.", rich_help_panel=_SEARCH)]
 MaxRankOption = Annotated[int | None, typer.Option(help="No higher ranks; 0 = likeliest.", rich_help_panel=_SEARCH)]
 BatchOption = Annotated[int, typer.Option(help="Sequences that one step serves.", rich_help_panel=_SEARCH)]
+BatchWeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Share of the tokens decoded with so many sequences in flight, e.g. 1=0.7,4=0.3; instead of --batch.",
+        rich_help_panel=_SEARCH,
+    ),
+]
 ContextWeightsOption = Annotated[
     str | None,
     typer.Option(
@@ -151,6 +159,7 @@ def optimize(
     max_depth: MaxDepthOption = None,
     max_rank: MaxRankOption = None,
     batch: BatchOption = 1,
+    batch_weights: BatchWeightsOption = None,
     context_weights: ContextWeightsOption = None,
     workload: options.Workload = None,
     folds: FoldsOption = 5,
@@ -192,7 +201,8 @@ def optimize(
         pick="best" if pick is Pick.best else "one-se",
         rule=rule.value,
         refine=refine.value,
-        context_weights=None if context_weights is None else _weights(context_weights),
+        batch_weights=_weights("batch", batch_weights),
+        context_weights=_weights("context", context_weights),
         **{name: asked[name] for name in same},
     )
     if acceptance is options.Acceptance.typical:
@@ -231,28 +241,33 @@ def _require_used(asked: dict[str, Any]) -> None:
         )
     if asked["strategy"] is not Strategy.optuna and (idle := sorted(given & _OF_STUDIES)):
         raise InputError(f"Without --strategy optuna, {_named(idle, asked)} would have no effect; leave it out.")
-    if asked["objective"] is Objective.tokens_per_step and "context_weights" in given:
-        raise InputError("--objective tokens-per-step counts no time, so --context-weights would have no effect.")
+    if asked["objective"] is Objective.tokens_per_step and (idle := sorted(given & _OF_TIMES)):
+        raise InputError(f"--objective tokens-per-step counts no time, so {_named(idle, asked)} would have no effect.")
+    if asked["objective"] is Objective.race and "batch_weights" in given:
+        raise InputError("A race decodes one sequence at a time; leave out --batch-weights or --objective race.")
+    if {"batch", "batch_weights"} <= given:
+        raise InputError("--batch and --batch-weights both say what is served at once; leave one out.")
     if asked["objective"] is not Objective.race and (idle := sorted(given & _OF_RACES)):
         raise InputError(f"Without --objective race, {_named(idle, asked)} would have no effect; leave it out.")
 
 
-def _weights(text: str) -> tuple[tuple[int, float], ...]:
-    """Pairs such as 256=0.7,1024=0.3, ascending.
+def _weights(what: str, text: str | None) -> tuple[tuple[int, float], ...] | None:
+    """Pairs such as 256=0.7,1024=0.3, ascending; null where nothing is given.
 
     Raises:
-        InputError: it is no such list, or names a context twice.
+        InputError: it is no such list, or names a context or batch twice.
     """
     from topo_search.errors import InputError
 
+    if text is None:
+        return None
+    option, example = f"--{what}-weights {text}", {"batch": "1=0.7,4=0.3", "context": "256=0.7,1024=0.3"}[what]
     try:
-        pairs = [(int(context), float(weight)) for context, weight in (part.split("=") for part in text.split(","))]
+        pairs = [(int(at), float(weight)) for at, weight in (part.split("=") for part in text.split(","))]
     except ValueError:
-        raise InputError(
-            f"--context-weights {text} is no list of CONTEXT=WEIGHT; write it as 256=0.7,1024=0.3."
-        ) from None
+        raise InputError(f"{option} is no list of {what.upper()}=WEIGHT; write it as {example}.") from None
     if len(dict(pairs)) != len(pairs):
-        raise InputError(f"--context-weights {text} names a context twice; give each one weight.")
+        raise InputError(f"{option} names a {what} twice; give each one weight.")
     return tuple(sorted(pairs))
 
 
@@ -275,6 +290,7 @@ def _typical(settings: Settings, asked: dict[str, Any]) -> None:
         "--rule": asked["rule"] is not Rule.any,
         "--refine": asked["refine"] is not Refine.none,
         "--estimator": asked["estimator"] is not Estimator.backoff,
+        "--batch-weights": asked["batch_weights"] is not None,
         "--context-weights": asked["context_weights"] is not None,
         "--pick": asked["pick"] is not Pick.one_se,
     }
@@ -339,7 +355,7 @@ def _from_trace(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, 
     )
     if is_shipped(trace_path) or (latency_path is not None and is_shipped(latency_path)):
         note("These are the demo's shipped figures, not this device's or your prompts': run topo-search calibrate.")
-    widest = 0 if table is None else max(table.widths(settings.batch), default=0)
+    widest = 0 if table is None else max(table.widths(*(batch for batch, _ in settings.batches)), default=0)
     if widest and settings.budget > widest:
         note(f"The table ends at width {widest}; topo-search measure --max-width {settings.budget} times more.")
     origin = Origin(trace=ranks, trace_path=trace_path, table=table, latency_path=latency_path)

@@ -102,7 +102,10 @@ def _storage(asked: dict[str, Any]) -> str:
 
 def _study_name(judge: ReplayJudge, settings: Settings, asked: dict[str, Any], race: RaceObjective | None) -> str:
     """One name per question, so that a study is only ever continued with the question that began it."""
-    question: dict[str, Any] = {"settings": asdict(settings)}
+    asked_for = asdict(settings)
+    if settings.batch_weights is None:
+        del asked_for["batch_weights"]  # one batch is the question it has always been
+    question: dict[str, Any] = {"settings": asked_for}
     digest = hashlib.sha256(judge.trace.ranks.tobytes())
     digest.update(repr(judge.trace.prompts).encode())
     if race is None:

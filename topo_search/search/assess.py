@@ -53,11 +53,13 @@ class Assumptions:
         prompts, positions: recorded; null without a trace, as are contexts and rule.
         split: how choosing and scoring were kept apart.
         seed, resamples: of folds and bootstrap.
-        batch, contexts: sequences per step, and the range of committed tokens that steps started at.
+        batch: sequences per step; null where `batch_weights` say.
+        contexts: the range of committed tokens that steps started at.
         measured_contexts: those of the latency table that steps were timed at; null without a table.
         rule: acceptance rule and temperature.
         pick: rule that chose the size.
         context_weights: (measured context, weight) pairs that step times were averaged by; null for each step's own.
+        batch_weights: (batch, weight) pairs, by tokens, that step times were averaged by; null for one batch.
     """
 
     estimator: str
@@ -67,12 +69,13 @@ class Assumptions:
     split: str
     seed: int
     resamples: int
-    batch: int
+    batch: int | None
     contexts: tuple[int, int] | None
     measured_contexts: tuple[int, ...] | None
     rule: RuleIdentity | None
     pick: str
     context_weights: tuple[tuple[int, float], ...] | None = None
+    batch_weights: tuple[tuple[int, float], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +120,7 @@ def assess(trace: RankTrace, latency: LatencyTable | None, settings: Settings) -
         InputError: see `optimize`.
     """
     require_rows(trace)
-    judge = ReplayJudge.of(trace, latency, batch=settings.batch, context_weights=settings.context_weights)
+    judge = ReplayJudge.of(trace, latency, batches=settings.batches, context_weights=settings.context_weights)
     result = optimize_by(judge, settings)
     fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
     held = hold_out(judge, chosen_trees(settings), fold)
@@ -146,7 +149,7 @@ def assess_improved(
     """
     require_rows(trace)
     fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
-    judge = ReplayJudge.of(trace, latency, batch=settings.batch, context_weights=settings.context_weights)
+    judge = ReplayJudge.of(trace, latency, batches=settings.batches, context_weights=settings.context_weights)
     kept = fold != 0
     chosen_on = judge.among(kept) if kept[trace.prompt_of_row].any() else judge
     choice = choose(chosen_on, settings)
@@ -168,7 +171,7 @@ def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | 
     judge = ExpectedJudge(
         probabilities=probabilities,
         latency=latency,
-        batch=settings.batch,
+        batches=settings.batches,
         given_weights=settings.context_weights,
     )
     result = optimize_by(judge, settings)
@@ -191,12 +194,13 @@ def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | 
             split="none: no prompts",
             seed=settings.seed,
             resamples=settings.resamples,
-            batch=settings.batch,
+            batch=_batch(settings),
             contexts=None,
-            measured_contexts=None if latency is None else tuple(latency.contexts(settings.batch)),
+            measured_contexts=None if latency is None else tuple(latency.contexts(*_served(settings))),
             rule=None,
             pick="best",
             context_weights=settings.context_weights,
+            batch_weights=settings.batch_weights,
         ),
     )
 
@@ -273,8 +277,8 @@ def _assumptions(trace: RankTrace, latency: LatencyTable | None, settings: Setti
     contexts = trace.contexts
     measured = None
     if latency is not None:
-        used = np.unique(latency.nearest_context(contexts, batch=settings.batch))
-        measured = tuple(latency.contexts(settings.batch)[index] for index in used)
+        used = np.unique(latency.nearest_context(contexts, batches=_served(settings)))
+        measured = tuple(latency.contexts(*_served(settings))[index] for index in used)
     if settings.context_weights is not None:
         measured = tuple(sorted(context for context, weight in settings.context_weights if weight))
     return Assumptions(
@@ -285,13 +289,22 @@ def _assumptions(trace: RankTrace, latency: LatencyTable | None, settings: Setti
         split=split,
         seed=settings.seed,
         resamples=settings.resamples,
-        batch=settings.batch,
+        batch=_batch(settings),
         contexts=(int(contexts.min()), int(contexts.max())),
         measured_contexts=measured,
         rule=trace.rule,
         pick="best" if settings.objective == "tokens-per-step" else settings.pick,
         context_weights=settings.context_weights,
+        batch_weights=settings.batch_weights,
     )
+
+
+def _batch(settings: Settings) -> int | None:
+    return settings.batch if settings.batch_weights is None else None
+
+
+def _served(settings: Settings) -> list[int]:
+    return [batch for batch, _ in settings.batches]
 
 
 def _warnings(found: Assessment, trace: RankTrace, texts: int) -> list[str]:

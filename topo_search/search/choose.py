@@ -14,6 +14,7 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 
+from topo_search.cost import Batches, LatencyTable
 from topo_search.errors import InputError
 from topo_search.estimates import PathProbabilities
 from topo_search.search.frontier import Frontier, allowed, frontier
@@ -46,7 +47,9 @@ class Settings:
         refine: after the sort, `recount` at the tree's own step starts, or recount and `swaps` of single nodes; both
             keep the size and are judged by replay.
         max_depth, max_rank: leave out deeper nodes and higher ranks (0 = most likely).
-        batch: sequences that one step serves.
+        batch: sequences that one step serves, where `batch_weights` do not say.
+        batch_weights: (batch, weight) pairs: the share of the tokens that is decoded with so many sequences in flight.
+            A sequence's token then costs the weighted mean over batches of step time / batch. Null: `batch` alone.
         context_weights: (measured context, weight) pairs; a step then costs the weighted mean of its times there,
             wherever it starts. Null: each step costs its time at the measured context nearest to its own.
         folds: parts that the prompts are split into for cross-fitting, at least 2.
@@ -66,6 +69,7 @@ class Settings:
     max_depth: int | None = None
     max_rank: int | None = None
     batch: int = 1
+    batch_weights: tuple[tuple[int, float], ...] | None = None
     context_weights: tuple[tuple[int, float], ...] | None = None
     folds: int = 5
     resamples: int = 2000
@@ -81,14 +85,32 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise InputError(f"{name.replace('_', ' ')} is {value}; it must be at least {minimum}.")
-        weights = [1.0] if self.context_weights is None else [weight for _, weight in self.context_weights]
-        if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+        _require_weights("context", self.context_weights)
+        _require_weights("batch", self.batch_weights)
+        if any(batch < 1 for batch, _ in self.batch_weights or ()):
+            raise InputError("A batch weight is given to a batch below 1; a step serves at least one sequence.")
+        if self.batch_weights is not None and self.batch != 1:
             raise InputError(
-                f"The context weights are {', '.join(f'{weight:g}' for weight in weights)}; they must be finite, none "
-                "negative, and not all 0."
+                f"Batch {self.batch} and batch weights are both given; put all weight on it, or leave it out."
             )
         if self.refine != "none" and (self.max_rank is not None or self.rule != "any"):
             raise InputError("Refinement knows no largest rank and no engine's rule; leave out --refine, or those.")
+
+    @property
+    def batches(self) -> Batches:
+        """The batches served, ascending, with their shares of the steps.
+
+        A step at batch b serves b sequences, so a share w of the tokens takes w / b of the steps.
+        """
+        if self.batch_weights is None:
+            return ((self.batch, 1.0),)
+        steps = {batch: weight / batch for batch, weight in sorted(self.batch_weights) if weight}
+        return tuple((batch, count / math.fsum(steps.values())) for batch, count in steps.items())
+
+    @property
+    def sequences(self) -> float:
+        """Sequences that a step serves in the mean over steps."""
+        return math.fsum(batch * share for batch, share in self.batches)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,16 +177,36 @@ def allowed_widths(judge: Timed, settings: Settings) -> set[int]:
             "No latency table: run topo-search measure on the device that will serve and pass --latency FILE, or pass "
             "--objective tokens-per-step, which needs none."
         )
-    batches = sorted({batch for batch, _, _ in judge.latency.verify})
-    if settings.batch not in batches:
-        raise InputError(
-            f"The latency table has no time at batch {settings.batch}, only at {', '.join(map(str, batches))}; give "
-            "--batch one of these, or a table that was timed at yours."
-        )
+    _require_batches(judge.latency, settings)
     widths &= set(judge.times.verify_ms)
     if 1 not in widths:
         raise InputError("The latency table has no time for width 1, plain decoding; run topo-search measure again.")
     return widths
+
+
+def _require_weights(what: str, given: tuple[tuple[int, float], ...] | None) -> None:
+    weights = [1.0] if given is None else [weight for _, weight in given]
+    if not all(math.isfinite(weight) and weight >= 0 for weight in weights) or not sum(weights) > 0:
+        raise InputError(
+            f"The {what} weights are {', '.join(f'{weight:g}' for weight in weights)}; they must be finite, none "
+            "negative, and not all 0."
+        )
+
+
+def _require_batches(latency: LatencyTable, settings: Settings) -> None:
+    measured = sorted({batch for batch, _, _ in latency.verify})
+    wanted = [batch for batch, _ in settings.batches]
+    option = "--batch" if settings.batch_weights is None else "--batch-weights"
+    if unknown := [batch for batch in wanted if batch not in measured]:
+        raise InputError(
+            f"The latency table has no time at batch {unknown[0]}, only at {', '.join(map(str, measured))}; give "
+            f"{option} one of these, or a table that was timed at yours."
+        )
+    if not latency.contexts(*wanted):
+        raise InputError(
+            f"The latency table has no context that was timed at each of batches {', '.join(map(str, wanted))}; run "
+            "topo-search measure with all of them in --batches."
+        )
 
 
 def merit(scores: Scores, settings: Settings) -> Float[np.ndarray, " trees"]:
@@ -305,7 +347,7 @@ def _picked(judge: Judge, sizes: Scores, settings: Settings) -> int:
     for index in range(best):
         if not worth[index] > 0:
             continue
-        spread = latency_variance(judge.latency, shares[best], shares[index], batch=settings.batch)
+        spread = latency_variance(judge.latency, shares[best], shares[index], batches=settings.batches)
         if np.log(worth[best] / worth[index]) <= np.sqrt(from_prompts[index] ** 2 + spread):
             return index
     return best

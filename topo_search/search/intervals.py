@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Float
 
 from topo_search import special
-from topo_search.cost import LatencyTable, Timing
+from topo_search.cost import ALONE, Batches, LatencyTable, Timing
 from topo_search.search.times import StepTimes
 from topo_search.tree import Tree
 
@@ -23,7 +23,7 @@ LEVEL = 0.95
 _TAIL_SIGMAS = 2.5631  # between the 10th and the 90th percentile of a normal law
 _MEDIAN_LOSS = 1.2533  # standard error of a median over that of a mean
 
-Cell = tuple[str, int, int]  # ("verify", context index, width) or ("draft", depth, expanded): one timing of the table
+Cell = tuple[str, int, int]  # ("verify", context index, width) or ("draft", depth, expanded): one timing per batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,22 +138,29 @@ def time_shares(
 
 
 def latency_variance(
-    latency: LatencyTable, shares: Mapping[Cell, float], against: Mapping[Cell, float] | None = None, *, batch: int = 1
+    latency: LatencyTable,
+    shares: Mapping[Cell, float],
+    against: Mapping[Cell, float] | None = None,
+    *,
+    batches: Batches = ALONE,
 ) -> float:
     """Variance that the spread of the timings gives to a log time, or to the difference of two.
 
     A timing that both sides rest on counts by the difference of its shares, so what two trees have in common cancels.
+    A time that is a mean over batches rests on the timing at each of them, by its share.
     """
     other = against or {}
-    contexts = latency.contexts(batch)
+    contexts = latency.contexts(*(batch for batch, _ in batches))
     variance = 0.0
     for cell in sorted({*shares, *other}):
         kind, *key = cell
-        if kind == "verify":
-            found = latency.verify.get((batch, contexts[key[0]], key[1]))
-        else:
-            found = latency.draft[batch, key[0], key[1]]
-        variance += ((shares.get(cell, 0.0) - other.get(cell, 0.0)) * _median_se_ms(found)) ** 2
+        differs = shares.get(cell, 0.0) - other.get(cell, 0.0)
+        for batch, share in batches:
+            if kind == "verify":
+                found = latency.verify.get((batch, contexts[key[0]], key[1]))
+            else:
+                found = latency.draft[batch, key[0], key[1]]
+            variance += (share * differs * _median_se_ms(found)) ** 2
     return variance
 
 

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from topo_search.cost import LatencyTable
+from topo_search.cost import ALONE, Batches, LatencyTable
 from topo_search.estimates import PathProbabilities, estimate
 from topo_search.prefixes import PrefixTable
 from topo_search.replay import Replay, replay, replay_nested
@@ -123,16 +123,16 @@ class ReplayJudge:
     Attributes:
         trace: the rows, at least one.
         latency: step times; null where only steps count.
-        batch: sequences that one step serves; the table is read at this batch.
+        batches: sequences that steps serve, with their shares of the steps.
         table: the trace's prefixes.
-        times: the table at that batch.
+        times: the latency table at these batches.
         segment_starts: first row of each run of rows with the same prompt and the same nearest measured context.
         segment_keys: prompt times contexts plus context of each run.
     """
 
     trace: RankTrace
     latency: LatencyTable | None
-    batch: int
+    batches: Batches
     table: PrefixTable
     times: StepTimes
     segment_starts: Int[np.ndarray, " segments"]
@@ -144,7 +144,7 @@ class ReplayJudge:
         trace: RankTrace,
         latency: LatencyTable | None,
         *,
-        batch: int = 1,
+        batches: Batches = ALONE,
         context_weights: Sequence[tuple[int, float]] | None = None,
     ) -> ReplayJudge:
         """Number the trace's prefixes and look up each row's context, unless weights say what contexts count.
@@ -152,24 +152,26 @@ class ReplayJudge:
         Raises:
             InputError: a context that has a weight was not measured.
         """
-        return cls._of(trace, latency, batch, PrefixTable.of(trace), StepTimes.of(latency, batch, context_weights))
+        return cls._of(trace, latency, batches, PrefixTable.of(trace), StepTimes.of(latency, batches, context_weights))
 
     def among(self, prompts: Bool[np.ndarray, " prompts"]) -> ReplayJudge:
         """The judge of the prompts marked, by the numbers that all paths have already."""
         rows = np.flatnonzero(prompts[self.trace.prompt_of_row])
-        return self._of(self.trace.of_prompts(prompts), self.latency, self.batch, self.table.among(rows), self.times)
+        return self._of(self.trace.of_prompts(prompts), self.latency, self.batches, self.table.among(rows), self.times)
 
     @classmethod
     def _of(
-        cls, trace: RankTrace, latency: LatencyTable | None, batch: int, table: PrefixTable, times: StepTimes
+        cls, trace: RankTrace, latency: LatencyTable | None, batches: Batches, table: PrefixTable, times: StepTimes
     ) -> ReplayJudge:
-        context = 0 if not times.verify_ms or latency is None else latency.nearest_context(trace.contexts, batch=batch)
+        context: Int[np.ndarray, " rows"] | int = 0
+        if times.verify_ms and latency is not None:
+            context = latency.nearest_context(trace.contexts, batches=[batch for batch, _ in batches])
         keys = trace.prompt_of_row * len(times.contexts) + context  # rises: contexts grow within a prompt
         starts = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
         return cls(
             trace=trace,
             latency=latency,
-            batch=batch,
+            batches=batches,
             table=table,
             times=times,
             segment_starts=starts,
@@ -244,13 +246,13 @@ class ExpectedJudge:
 
     Attributes:
         probabilities: of every path that may be used.
-        latency, batch: as in `ReplayJudge`.
+        latency, batches: as in `ReplayJudge`.
         given_weights: (context, weight) pairs; null for every measured context alike.
     """
 
     probabilities: PathProbabilities
     latency: LatencyTable | None
-    batch: int = 1
+    batches: Batches = ALONE
     given_weights: tuple[tuple[int, float], ...] | None = None
 
     @property
@@ -265,8 +267,8 @@ class ExpectedJudge:
 
     @cached_property
     def times(self) -> StepTimes:
-        """The table at that batch."""
-        return StepTimes.of(self.latency, self.batch, self.given_weights)
+        """The table at these batches."""
+        return StepTimes.of(self.latency, self.batches, self.given_weights)
 
     @property
     def context_weights(self) -> Float[np.ndarray, " contexts"]:

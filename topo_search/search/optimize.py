@@ -29,7 +29,7 @@ class Alternative:
         tree: empty for plain decoding.
         probabilities: of each path of the tree, in its order.
         tokens_per_step: replayed; `tokens_per_step_all_positions` counts every row and is usually too high.
-        step_ms: mean over the replayed steps; null without a latency table, as are the next two.
+        step_ms: mean over the replayed steps, of all batches; null without a latency table, as are the next two.
         tokens_per_s: tokens after the first over decode time, of all sequences of the batch together.
         speedup: tokens_per_s over that of plain decoding by the same table.
     """
@@ -80,7 +80,7 @@ def optimize(trace: RankTrace, latency: LatencyTable | None, settings: Settings)
     """
     require_rows(trace)
     return optimize_by(
-        ReplayJudge.of(trace, latency, batch=settings.batch, context_weights=settings.context_weights), settings
+        ReplayJudge.of(trace, latency, batches=settings.batches, context_weights=settings.context_weights), settings
     )
 
 
@@ -134,7 +134,7 @@ def _rows(choice: Choice, scores: Scores, names: tuple[str, ...], settings: Sett
             tokens_per_step=float(per_step),
             tokens_per_step_all_positions=float(everywhere),
             step_ms=_known(per_step / per_ms),
-            tokens_per_s=_known(1000.0 * settings.batch * per_ms),
+            tokens_per_s=_known(1000.0 * settings.sequences * per_ms),
             speedup=_known(per_ms / plain),
         )
         for name, tree, per_step, everywhere, per_ms in figures

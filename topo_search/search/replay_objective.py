@@ -33,4 +33,4 @@ class ReplayObjective:
 
     @property
     def _scale(self) -> float:
-        return 1.0 if self.settings.objective == "tokens-per-step" else 1000.0 * self.settings.batch
+        return 1.0 if self.settings.objective == "tokens-per-step" else 1000.0 * self.settings.sequences

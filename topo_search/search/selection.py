@@ -169,7 +169,7 @@ def faster(
     """How many times as fast alternative `one` is as `other`, paired by prompt; None without times."""
     if latency is None or not np.isfinite(held.ms[[one, other]]).all():
         return None
-    variance = latency_variance(latency, held.shares[one], held.shares[other], batch=settings.batch)
+    variance = latency_variance(latency, held.shares[one], held.shares[other], batches=settings.batches)
     return ratio(held.ms[other], held.ms[one], weights, latency_variance=variance)
 
 
@@ -190,8 +190,8 @@ def _figures_of(
     plain_ms = float(held.ms[0].sum() / held.steps[0].sum())
     rate = None
     if latency is not None and timed:
-        variance = latency_variance(latency, held.shares[index], batch=settings.batch)
-        rate = ratio(1000.0 * settings.batch * held.tokens, ms, weights, latency_variance=variance)
+        variance = latency_variance(latency, held.shares[index], batches=settings.batches)
+        rate = ratio(1000.0 * settings.sequences * held.tokens, ms, weights, latency_variance=variance)
     answers = held.answer_steps[index]
     return HeldOutFigures(
         tokens_per_step=ratio(held.tokens, steps, weights),

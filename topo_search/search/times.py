@@ -1,4 +1,4 @@
-"""Step times at one batch, read from a latency table once, for code that asks for thousands of them."""
+"""Step times read from a latency table once, for code that asks for thousands: at one batch, or a mix of several."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from topo_search.cost import DraftTimes, LatencyTable
+from topo_search.cost import ALONE, Batches, DraftTimes, LatencyTable
 from topo_search.errors import InputError
 from topo_search.search.step_costs import DraftCosts, StepCosts
 from topo_search.tree import Path, Tree
@@ -17,11 +17,13 @@ from topo_search.tree import Path, Tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """The table at one batch as arrays.
+    """The table as arrays, at one batch or as the mean over steps at several.
+
+    A mean of times is again one time per width and per draft, so everything exact for one batch is for a mix.
 
     Attributes:
-        contexts: measured ones, in tokens; a single 0 without a table.
-        verify_ms: by width, `[contexts]`; only widths with a time at every context.
+        contexts: those measured at every batch, in tokens; a single 0 without a table.
+        verify_ms: by width, `[contexts]`; only widths with a time at every batch and context.
         draft: draft times.
         weights: how much each context counts, summing to 1; null where steps count at the context they start at.
         scale: what every time is multiplied by, see `LatencyTable.mean_over_median`.
@@ -37,27 +39,33 @@ class StepTimes:
     def of(
         cls,
         latency: LatencyTable | None,
-        batch: int,
+        batches: Batches = ALONE,
         context_weights: Sequence[tuple[int, float]] | None = None,
     ) -> StepTimes:
         """Read the table; nothing has a time where there is none.
 
+        Args:
+            latency: the table.
+            batches: (batch, share of the steps) pairs to average over.
+            context_weights: (context, weight) pairs to average over; null to look up each step's own.
+
         Raises:
             InputError: weights are given without a table, or for a context that the table does not have.
         """
-        weights = None if context_weights is None else _weights(latency, batch, dict(context_weights))
+        served = [batch for batch, _ in batches]
+        weights = None if context_weights is None else _weights(latency, served, dict(context_weights))
         if latency is None:
             return cls(contexts=(0,), verify_ms={}, draft=DraftTimes(ms={}))
-        contexts = tuple(latency.contexts(batch))
+        contexts = tuple(latency.contexts(*served))
         verify = {
-            width: [latency.verify[batch, context, width].median_ms for context in contexts]
-            for width in latency.widths(batch)
+            width: [[latency.verify[batch, context, width].median_ms for context in contexts] for batch in served]
+            for width in latency.widths(*served)
         }
-        scale = latency.mean_over_median
+        shares, scale = np.array([share for _, share in batches]), latency.mean_over_median
         return cls(
             contexts=contexts or (0,),
-            verify_ms={width: scale * np.array(times, dtype=np.float64) for width, times in verify.items()},
-            draft=latency.draft_times(batch),
+            verify_ms={width: scale * (shares @ np.array(ms, dtype=np.float64)) for width, ms in verify.items()},
+            draft=_mean_drafts(latency, batches),
             weights=weights,
             scale=scale,
         )
@@ -117,15 +125,24 @@ class StepTimes:
         return self.draft.ms.get((depth - 1, min(expanded, 1) if depth == 2 else expanded), math.nan)
 
 
-def _weights(latency: LatencyTable | None, batch: int, given: dict[int, float]) -> Float[np.ndarray, " contexts"]:
+def _mean_drafts(latency: LatencyTable, batches: Batches) -> DraftTimes:
+    """Draft times averaged over steps; only shapes timed at every batch."""
+    drafts = [(share, latency.draft_times(batch).ms) for batch, share in batches]
+    cells = [cell for cell in drafts[0][1] if all(cell in ms for _, ms in drafts)]
+    return DraftTimes(ms={cell: math.fsum(share * ms[cell] for share, ms in drafts) for cell in cells})
+
+
+def _weights(
+    latency: LatencyTable | None, batches: Sequence[int], given: dict[int, float]
+) -> Float[np.ndarray, " contexts"]:
     """Shares of the measured contexts, 0 where none is given."""
     if latency is None:
         raise InputError("Context weights are over the contexts of a latency table, and there is none; pass --latency.")
-    measured = latency.contexts(batch)
+    measured = latency.contexts(*batches)
     if measured and (unknown := sorted(set(given) - set(measured))):
         raise InputError(
-            f"The latency table has no time at context {unknown[0]} for batch {batch}, only at "
-            f"{', '.join(map(str, measured))}; weight these, or measure at yours."
+            f"The latency table has no time at context {unknown[0]} for batch {' and '.join(map(str, batches))}, only "
+            f"at {', '.join(map(str, measured))}; weight these, or measure at yours."
         )
     weights = np.array([given.get(context, 0.0) for context in measured or [0]])
     return weights / weights.sum() if weights.any() else weights

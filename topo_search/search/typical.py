@@ -131,11 +131,11 @@ class _Score:
 
     @classmethod
     def of(cls, masks: AcceptTrace, latency: LatencyTable | None, settings: Settings) -> _Score:
-        times = StepTimes.of(latency, settings.batch)
+        times = StepTimes.of(latency, settings.batches)
         steps = len(masks.prompt_of_step)
         nearest = np.zeros(steps, dtype=np.int64)
         if latency is not None and times.verify_ms:
-            nearest = latency.nearest_context(masks.contexts, batch=settings.batch)
+            nearest = latency.nearest_context(masks.contexts, batches=[batch for batch, _ in settings.batches])
         return cls(masks=masks, latency=latency, times=times, context_of_step=nearest, settings=settings)
 
     def merit(self, tree: Tree) -> float:
@@ -209,9 +209,9 @@ def _figures(
     if per_step is not None and latency is not None and np.isfinite([ms, plain_ms]).all():
         shares = {cell: steps / ms.sum() for cell, steps in held.shares[index].items()}
         plain = {cell: steps / plain_ms.sum() for cell, steps in held.shares[0].items()}
-        spread = latency_variance(latency, shares, batch=settings.batch)
-        rate = ratio(1000.0 * settings.batch * emitted, ms, weights, latency_variance=spread)
-        against = latency_variance(latency, shares, plain, batch=settings.batch)
+        spread = latency_variance(latency, shares, batches=settings.batches)
+        rate = ratio(1000.0 * settings.sequences * emitted, ms, weights, latency_variance=spread)
+        against = latency_variance(latency, shares, plain, batches=settings.batches)
         # Plain decoding would take its own step time for each of the tokens.
         speedup = ratio(emitted * plain_ms / held.steps, ms, weights, latency_variance=against)
     return TypicalFigures(

@@ -15,7 +15,7 @@ def verdict(found: Assessment) -> str:
 
 def scope(held: Assumptions) -> str:
     """Batch, context, rule and temperature that the verdict holds for."""
-    words = [f"batch {held.batch}" + (", every row still being written" if held.batch > 1 else "")]
+    words = [_batches(held)]
     if held.contexts is not None:
         words.append(f"contexts of {held.contexts[0]} to {held.contexts[1]} tokens")
     if held.measured_contexts is not None:
@@ -28,6 +28,17 @@ def scope(held: Assumptions) -> str:
     if held.rule is not None:
         words.append(f"{held.rule.rule} acceptance at temperature {held.rule.temperature:g}")
     return f"Holds for {', '.join(words)}."
+
+
+def _batches(held: Assumptions) -> str:
+    served = dict(held.batch_weights or {held.batch or 1: 1.0})
+    total = sum(served.values())
+    shares = {batch: weight / total for batch, weight in sorted(served.items()) if weight}
+    words = [
+        f"batch {batch}" + (f" for {100 * share:.3g} % of the tokens" if held.batch_weights else "")
+        for batch, share in shares.items()
+    ]
+    return " and ".join(words) + (", every row still being written" if max(shares) > 1 else "")
 
 
 def basis(held: Assumptions, settings: Settings) -> str:
