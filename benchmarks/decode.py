@@ -31,6 +31,7 @@ from topo_search.calibrate import EncodedPrompt, empty_trace, encode_prompts, tr
 from topo_search.compare import divergence, step_mismatch, teacher_forced
 from topo_search.cost import LatencyTable
 from topo_search.decode.decoder import Decoded, TreeDecoder
+from topo_search.decode.modes import MODES, in_mode, ready_mode
 from topo_search.device import device_record
 from topo_search.files.atomic import write_text
 from topo_search.files.latency_file import read_latency, write_latency
@@ -84,7 +85,7 @@ def main() -> int:
     options = _options()
     work = options.out.with_suffix("")
     clock = time.perf_counter()
-    target = load_target(options.target)
+    target = in_mode(load_target(options.target), ready_mode(options.mode, "cpu"), say=partial(print, file=sys.stderr))
     load_s = time.perf_counter() - clock
     prompts = _prompts(target, options)
     plain = TreeDecoder(target, None, Tree(()))
@@ -97,6 +98,7 @@ def main() -> int:
         "target": asdict(target.identity),
         "device": device_record(target),
         "attention": target.attention,
+        "mode": target.mode,
         "max_new_tokens": options.max_new_tokens,
         "prompts": len(prompts),
         "repeats": options.repeats,
@@ -127,7 +129,7 @@ def _families(target: Target, options: argparse.Namespace, work: Path) -> list[F
     ids = {prompt.id for prompt in calibration}
     families = []
     for name, heads in loaded.items():
-        latency = _latency(target, heads, calibration, work / f"{name}.latency.json", options)
+        latency = _latency(target, heads, calibration, work / f"{name}.{target.mode}.latency.json", options)
         trace = traces[name].select(lambda prompt: prompt.id in ids)
         chosen = optimize(trace, latency, Settings(budget=BUDGET, pick="best"))
         trees = {which: chosen[which].tree for which in (CHAIN, TREE)}
@@ -186,7 +188,7 @@ def _race(
 ) -> Runs:
     """Every contender answers a prompt before any answers the next; who starts rotates."""
     key = repr([(c.name, None if c.tree is None else c.tree.paths) for c in contenders])
-    key += repr(([p.digest for p in prompts], options.max_new_tokens))
+    key += repr(([p.digest for p in prompts], options.max_new_tokens, options.mode))
     done = _logged(log, key)
     names = [contender.name for contender in contenders]
     for contender in contenders:
@@ -390,6 +392,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="demo")
     parser.add_argument("--heads", action="append", required=True)
+    parser.add_argument("--mode", choices=MODES, default="auto")
     parser.add_argument("--num-prompts", type=int, default=24)
     parser.add_argument("--num-calibration", type=int, default=None, help="calibration prompts; all by default")
     parser.add_argument("--max-new-tokens", type=int, default=64)

@@ -17,7 +17,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from topo_search.decode.modes import MODES, new_step, ready_mode
+from topo_search.decode.cache import SlotCache
+from topo_search.decode.modes import MODES, in_mode, new_step, ready_mode
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.device import device_record
@@ -46,7 +47,7 @@ Call = Callable[[], object]
 def main() -> int:
     options = _options()
     target = load_target(options.target, dtype=options.dtype, device=options.device)
-    target = replace(target, mode=ready_mode(options.mode, options.device))
+    target = in_mode(target, ready_mode(options.mode, options.device), say=partial(print, file=sys.stderr))
     heads = load_heads(options.heads, target)
     with torch.inference_mode():
         calls = _calls(target, heads, options.context)
@@ -99,7 +100,7 @@ def _calls(target: Target, heads: DraftHeads, context: int) -> dict[str, Call]:
     calls: dict[str, Call] = {}
     for width in WIDTHS:
         tree = timed_tree(width - 1, depth)
-        step = _step(target, heads, tree, context)
+        step = _step(target, heads, tree, context, cache)
         calls[f"step {width}"] = partial(_verified, step, at_context)
         calls[f"floor {width}"] = _products([*_linears(target.body), target.output_layer], width, target)
         if width > 1:
@@ -117,9 +118,11 @@ def _drafted(step: TreeStep, state: Callable[[], DecodeState]) -> None:
     step.draft(state())
 
 
-def _step(target: Target, heads: DraftHeads, tree: Tree, capacity: int) -> TreeStep:
+def _step(target: Target, heads: DraftHeads, tree: Tree, capacity: int, cache: SlotCache) -> TreeStep:
     plan = plan_tree(tree, capacity=capacity, window=target.window, dtype=target.dtype, device=target.device)
-    return new_step(target, heads, plan)
+    step = new_step(target, heads, plan)
+    step.prepare(cache)
+    return step
 
 
 def _linears(module: nn.Module) -> list[nn.Module]:

@@ -23,7 +23,7 @@ from topo_search.decode.batch import Batch, Row
 from topo_search.decode.cache import SlotCache
 from topo_search.decode.decoder import until_end
 from topo_search.decode.ending import Ending
-from topo_search.decode.modes import new_step
+from topo_search.decode.modes import CompiledStep, new_step
 from topo_search.decode.plan import TreePlan, plan_tree
 from topo_search.decode.rows import RowCache
 from topo_search.decode.sampling import Sampler
@@ -239,6 +239,8 @@ class _Alone:
         if plan.tree not in self.steps:
             self.steps[plan.tree] = new_step(self.target, self.heads, plan)
         step = self.steps[plan.tree]
+        if isinstance(step, CompiledStep):  # graphs are captured by the calls that warm a shape up
+            step.prepare(self.cache)
         return lambda: step.draft(state), lambda: until_end(text, step.verify(state).tolist(), sampler)
 
 

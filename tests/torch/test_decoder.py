@@ -29,6 +29,7 @@ from models import (
     tiny_llama,
     tiny_model,
 )
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GenerationConfig, Phi3Config
 
 from topo_search.decode.decoder import Decoded, TreeDecoder, single_prompt
@@ -344,7 +345,8 @@ def live_bytes() -> int:
     gc.collect()
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     tensors = [tensor for tensor in found if tensor.layout == torch.strided]
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    real = [tensor for tensor in tensors if not isinstance(tensor, FakeTensor)]  # compiling elsewhere leaves fakes
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in real}
     return sum(storages.values())
 
 

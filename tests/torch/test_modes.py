@@ -7,20 +7,23 @@ replay, as a graph does at its fixed addresses. What it cannot show is whether e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from models import NEW_TOKENS, PROMPTS, TREES, heads_of, plain_text, target_of, tiny_hydra
+from models import NEW_TOKENS, PROMPTS, TREES, heads_of, plain_text, target_of, tiny_heads, tiny_hydra
 from torch import Tensor
 
-from topo_search.cli.decoding import require_mode
+from topo_search.cli.decoding import fitting_tree, require_mode
 from topo_search.decode import decoder as decoding
 from topo_search.decode import modes
 from topo_search.decode.decoder import TreeDecoder
-from topo_search.decode.modes import CONTEXT_BUCKET, GraphStep, ready_mode
+from topo_search.decode.modes import CONTEXT_BUCKET, GraphStep, in_mode, ready_mode
 from topo_search.decode.plan import TreePlan
 from topo_search.errors import InputError, MismatchError
+from topo_search.files.tree_file import MadeFrom, TreeFile, write_tree
 from topo_search.heads.base import DraftHeads
 from topo_search.identity import GREEDY, sampling_rule
 from topo_search.target import Target
@@ -94,8 +97,24 @@ def test_auto_takes_what_is_ready_and_nothing_else() -> None:
     assert ready_mode("eager", "cuda") == "eager"
     with pytest.raises(InputError, match=r"device cpu has not; use --mode eager or auto"):
         ready_mode("graph", "cpu")
-    with pytest.raises(InputError, match=r"Unknown mode 'turbo'; choose one of auto, eager, graph"):
+    with pytest.raises(InputError, match=r"Unknown mode 'turbo'; choose one of auto, eager, compiled, graph"):
         ready_mode("turbo", "cpu")
+
+
+def test_compiling_is_refused_where_nothing_can_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a compiler; on a GPU; of a target whose layers are transformers' own. `auto` asks for none of it."""
+    with pytest.raises(InputError, match=r"is for a CPU, not for device cuda; use --mode graph"):
+        ready_mode("compiled", "cuda")
+    with pytest.raises(InputError, match=r"Llama-like models in fp32 on a CPU.*Use --mode eager or auto"):
+        in_mode(target_of("llama"), "compiled", say=print)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(InputError, match=r"no no-such-compiler here; install one.*--mode eager or auto"):
+        ready_mode("compiled", "cpu")
+    assert ready_mode("auto", "cpu") == "eager"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(InputError, match=r"needs a C\+\+ compiler"):
+        ready_mode("compiled", "cpu")
 
 
 def test_times_of_another_mode_are_refused() -> None:
@@ -104,6 +123,19 @@ def test_times_of_another_mode_are_refused() -> None:
     require_mode("The table", None, target, allow_mismatch=False)
     with pytest.raises(MismatchError, match=r"mode is 'graph', not 'eager'.*measure --mode eager"):
         require_mode("The table", "graph", target, allow_mismatch=False)
+
+
+def test_a_tree_of_another_mode_is_used_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its text is right in every mode; only whether it is the fastest hangs on the times it was chosen on."""
+    target = target_of("llama")
+    made_from = MadeFrom(mode="graph", command="", created="")
+    write_tree(tmp_path / "a.tree.json", TreeFile(tree=TREES["dense"], name="a", made_from=made_from))
+    fitting_tree(tmp_path / "a.tree.json", target, tiny_heads(target), allow_mismatch=False)
+    words = " ".join(capsys.readouterr().err.split())
+    assert "chosen on times of mode graph; this is mode eager" in words
+    assert "Decode with --mode graph, or run measure --mode eager and optimize again" in words
+    fitting_tree(tmp_path / "a.tree.json", replace(target, mode="graph"), tiny_heads(target), allow_mismatch=False)
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: real captures are not tested here")

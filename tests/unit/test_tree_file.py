@@ -47,6 +47,7 @@ def guide() -> TreeFile:
             trace=ArtefactRef(file="a.trace.safetensors", sha256="0" * 64),
             latency=ArtefactRef(file="a.latency.json", sha256="f" * 64),
             device="AMD EPYC",
+            mode="eager",
             versions={"topo-search": "0.1.0"},
             command="topo-search optimize --budget 6",
             created="2026-11-29T12:00:00+00:00",

@@ -48,6 +48,7 @@ def calibrate(
     device: options.Device = "cpu",
     attention: options.Attention = "auto",
     tokenizer: options.Tokenizer = None,
+    mode: options.Mode = "auto",
 ) -> None:
     """Let the target answer prompts and record where its tokens rank in the heads' lists.
 
@@ -66,7 +67,7 @@ def calibrate(
     )
     inputs.require_heads(heads)
     model = inputs.load_model(
-        target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize
+        target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, mode=mode
     )
     draft_heads = inputs.load_draft_heads(heads, model, dtype=heads_dtype)
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "rule": rule}

@@ -110,6 +110,7 @@ def _write_trees(
         trace=file_ref(masks_path),
         latency=None if table is None or latency_path is None else file_ref(latency_path),
         device=None if table is None else table.device.get("name"),
+        mode=None if table is None else table.mode,
         versions=versions(),
         command=command(),
         created=now(),

@@ -38,6 +38,13 @@ def fitting_tree(
             ignore=("seed",),  # another seed is another sample of the same law
         )
         require_device(f"{path}: its latency table", origin.device, target, allow_mismatch=allow_mismatch)
+        if origin.mode not in (None, target.mode):
+            from topo_search.report.console import note
+
+            note(
+                f"{path} was chosen on times of mode {origin.mode}; this is mode {target.mode}, where another tree may "
+                f"be faster. Decode with --mode {origin.mode}, or run measure --mode {target.mode} and optimize again."
+            )
     return found
 
 

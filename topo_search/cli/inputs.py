@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -43,8 +42,12 @@ def load_model(
     mode: str = "auto",
     pack: bool = True,
 ) -> Target:
-    """The target, ready to decode in `mode`, with a word about what happens while it loads."""
-    from topo_search.decode.modes import ready_mode
+    """The target, ready to decode in `mode`, with a word about what happens while it loads.
+
+    Raises:
+        InputError: the target cannot be loaded, or cannot decode in that mode.
+    """
+    from topo_search.decode.modes import in_mode, ready_mode
 
     ready = ready_mode(mode, device)
     weights = dtype if quantize is None else f"{quantize} weights, {dtype}"
@@ -58,7 +61,7 @@ def load_model(
     loaded = load_target(
         target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, pack=pack
     )
-    return replace(loaded, mode=ready)
+    return in_mode(loaded, ready, say=note)
 
 
 def require_heads(spec: str) -> None:

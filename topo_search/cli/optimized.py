@@ -184,6 +184,7 @@ def _made_from(origin: Origin) -> MadeFrom:
         trace=None if origin.trace_path is None else file_ref(origin.trace_path),
         latency=None if table is None or origin.latency_path is None else file_ref(origin.latency_path),
         device=None if table is None else table.device.get("name"),
+        mode=None if table is None else table.mode,
         versions=versions(),
         command=command(),
         created=now(),

@@ -47,7 +47,10 @@ Device = Annotated[str, typer.Option(help="Torch device, e.g. cpu or cuda.", ric
 Attention = Annotated[str, typer.Option(help="auto, grouped, sdpa or eager.", rich_help_panel="Model")]
 Mode = Annotated[
     str,
-    typer.Option(help="auto, eager, or graph (CUDA graphs); auto takes the fastest ready.", rich_help_panel="Model"),
+    typer.Option(
+        help="auto, eager, compiled (torch.compile), graph (CUDA graphs); auto: the fastest that compiles nothing.",
+        rich_help_panel="Model",
+    ),
 ]
 Tokenizer = Annotated[
     str | None, typer.Option(help="Hub name or folder of another tokenizer.", rich_help_panel="Model")

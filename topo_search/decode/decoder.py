@@ -16,7 +16,7 @@ import torch
 
 from topo_search.decode.cache import SlotCache
 from topo_search.decode.ending import Ending, StopStrings
-from topo_search.decode.modes import GraphStep, new_step
+from topo_search.decode.modes import new_step
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.probe import probe
 from topo_search.decode.processors import path_safe, require_stateless
@@ -241,7 +241,7 @@ class TreeDecoder:
         self._steps = [self._new_step(self.tree.pruned(depth)) for depth in depths]
         with torch.inference_mode():
             for step in self._steps:
-                if isinstance(step, GraphStep) and step.plan.tree == self.tree:
+                if step.plan.tree == self.tree:
                     step.prepare(self._cache)
 
     def _new_step(self, tree: Tree) -> TreeStep:

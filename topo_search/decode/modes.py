@@ -1,4 +1,8 @@
-"""Execution modes of the step: `eager`, and `graph` for CUDA graphs that are captured once and replayed.
+"""Execution modes of the step: `eager`, `compiled`, and `graph` for CUDA graphs that are captured once and replayed.
+
+`compiled` runs the target's pass and its output layer as one graph of `torch.compile` on a CPU (`target.compiled`).
+Heads stay outside: what they cost is a product with the vocabulary, which compiling does not shorten, and their ranking
+reads back whether a tie matters. A step compiles nothing unless it was prepared; one that was not runs as `eager`.
 
 A graph replays kernels at the addresses and shapes of its capture, so its step works on fixed buffers: keys are written
 at slots read from a tensor, and attention covers a context rounded up to a bucket, whose surplus the mask hides. Each
@@ -9,8 +13,11 @@ that heads keep) stays outside.
 from __future__ import annotations
 
 import math
+import os
+import shutil
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,10 +30,14 @@ from topo_search.decode.plan import TreePlan
 from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.errors import InputError
 from topo_search.heads.base import DraftHeads
-from topo_search.target.adapter import EAGER, GRAPH, Target
+from topo_search.target.adapter import COMPILED, EAGER, GRAPH, Target
 
 AUTO = "auto"
-MODES = (AUTO, EAGER, GRAPH)
+MODES = (AUTO, EAGER, COMPILED, GRAPH)
+COMPILING_COSTS = (
+    "torch compiles the step before anything is timed or written: once on a machine about two minutes on two cores, "
+    "then about half a minute in every process"
+)
 CONTEXT_BUCKET = 256  # tokens; attention over the surplus costs less than a capture per length would
 _WARM_UPS = 3
 
@@ -47,12 +58,88 @@ def ready_mode(asked: str, device: str) -> str:
         raise InputError(f"Unknown mode {asked!r}; choose one of {', '.join(MODES)}.")
     if asked == GRAPH and kind != "cuda":
         raise InputError(f"Mode graph replays CUDA graphs, which device {device} has not; use --mode eager or auto.")
+    if asked == COMPILED:
+        if kind != "cpu":
+            raise InputError(f"Mode compiled is for a CPU, not for device {device}; use --mode graph, eager or auto.")
+        _require_compiler()
     return asked
+
+
+def in_mode(target: Target, mode: str, *, say: Callable[[str], object]) -> Target:
+    """The target, decoding in a mode that `ready_mode` gave; `say` is told beforehand what a compilation costs.
+
+    Raises:
+        InputError: it cannot be compiled.
+    """
+    if mode == COMPILED:
+        _require_compilable(target)
+        say(f"Mode compiled: {COMPILING_COSTS}.")
+    return replace(target, mode=mode)
+
+
+def _require_compiler() -> None:
+    """Refuse a machine without a C++ compiler, before a model is loaded.
+
+    Raises:
+        InputError: names the compiler that torch would call.
+    """
+    default = "cl" if sys.platform == "win32" else "clang++" if sys.platform == "darwin" else "g++"
+    named = os.environ.get("CXX", default)
+    if shutil.which(named) is None:
+        raise InputError(
+            f"Mode compiled needs a C++ compiler, and there is no {named} here; install one or name it in CXX, or use "
+            "--mode eager or auto."
+        )
+
+
+def _require_compilable(target: Target) -> None:
+    """Refuse a target whose layers are not `FusedLayer`s.
+
+    Raises:
+        InputError: says what can be compiled.
+    """
+    if not target.is_fused:
+        raise InputError(
+            f"Mode compiled is for Llama-like models in fp32 on a CPU, whose layers are fused; {target.identity.name} "
+            "is no such target here. Use --mode eager or auto."
+        )
 
 
 def new_step(target: Target, heads: DraftHeads | None, plan: TreePlan) -> TreeStep:
     """The step of a plan in the target's mode."""
-    return GraphStep(target, heads, plan) if target.mode == GRAPH else TreeStep(target, heads, plan)
+    if target.mode == GRAPH:
+        return GraphStep(target, heads, plan)
+    return CompiledStep(target, heads, plan) if target.mode == COMPILED else TreeStep(target, heads, plan)
+
+
+class CompiledStep(TreeStep):
+    """The step of one tree, its pass compiled once that is prepared."""
+
+    def __init__(self, target: Target, heads: DraftHeads | None, plan: TreePlan) -> None:
+        with torch.inference_mode(mode=False):  # torch would compile again for tensors of the other kind
+            super().__init__(target, heads, plan)
+        from topo_search.target.compiled import compiled_pass  # with torch's compiler behind it, which loads slowly
+
+        self._compiled = compiled_pass(target)
+
+    def prepare(self, cache: SlotCache) -> None:
+        """Compile the pass, if no step of a like width has yet.
+
+        Raises:
+            InputError: the compiler failed.
+            CheckError: the compiled pass computes something else.
+        """
+        del cache
+        self._compiled.prepare(self.target, self.plan.verify_width)
+
+    def tree_scores(self, cache: SlotCache) -> tuple[Float[Tensor, "width hidden"], Float[Tensor, "width vocab"]]:
+        """See `TreeStep`."""
+        if not self._compiled.is_ready(self.plan.verify_width):
+            return super().tree_scores(cache)
+        torch.add(self.plan.offsets, cache.length, out=self.positions)
+        mask = self.plan.mask_at(cache.length, windowed=True)
+        states, scores = self._compiled(self.input_ids, self.positions, mask, cache)
+        return states[0], self.target.logits_of(scores[0])
 
 
 def cuda_capture(call: Callable[[], Sequence[Tensor]]) -> tuple[Replay, Sequence[Tensor]]:

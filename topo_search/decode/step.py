@@ -49,6 +49,9 @@ class TreeStep:
         self.input_ids = torch.zeros(1, plan.verify_width, dtype=torch.long, device=target.device)
         self.positions = torch.zeros(1, plan.verify_width, dtype=torch.long, device=target.device)
 
+    def prepare(self, cache: SlotCache) -> None:
+        """Get ready whatever a mode needs before an answer is written or a step timed; nothing here."""
+
     def draft(self, state: DecodeState) -> None:
         """Fill the step's input: the root and the drafted tokens. Plain decoding runs no head."""
         self.input_ids[0, :1] = state.root

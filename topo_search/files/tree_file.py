@@ -55,7 +55,7 @@ class Predicted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MadeFrom:
-    """Where a tree comes from: models, rule, input files by content, the device timed, versions, command and time."""
+    """Where a tree comes from: models, rule, input files by content, device and mode timed, versions, command, time."""
 
     target: TargetIdentity | None = None
     heads: HeadsIdentity | None = None
@@ -63,6 +63,7 @@ class MadeFrom:
     trace: ArtefactRef | None = None
     latency: ArtefactRef | None = None
     device: str | None = None
+    mode: str | None = None
     versions: dict[str, str] = field(default_factory=dict)
     command: str
     created: str

@@ -18,9 +18,10 @@ from transformers.cache_utils import Cache
 from topo_search.decode.cache import SlotCache
 from topo_search.identity import TargetIdentity
 from topo_search.ranking import best_token
+from topo_search.target.fused import fused_states, has_fused_layers
 from topo_search.target.quantization import dense
 
-EAGER, GRAPH = "eager", "graph"
+EAGER, GRAPH, COMPILED = "eager", "graph", "compiled"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,7 @@ class Target:
         logit_scale: factor between the output layer and the model's own logits.
         logit_cap: soft cap behind it, or None.
         mode: execution mode of its decode steps, see `decode.modes`.
+        is_fused: whether its layers are those of `target.fused`.
     """
 
     model: nn.Module
@@ -59,9 +61,11 @@ class Target:
     logit_cap: float | None = None
     mode: str = EAGER
     _cache_argument: str = field(init=False, default="")
+    is_fused: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_cache_argument", cache_argument(self.body))
+        object.__setattr__(self, "is_fused", has_fused_layers(self.body))
 
     @property
     def body(self) -> nn.Module:
@@ -145,6 +149,9 @@ class Target:
         `attention_mask` is None (the model's own causal mask), a 2-D padding mask, or a 4-D additive mask (a mapping
         of layer type to mask where layers differ).
         """
+        is_4d = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4
+        if self.is_fused and cache is not None and position_ids is not None and is_4d:
+            return fused_states(self.body, input_ids, position_ids=position_ids, mask=attention_mask, cache=cache)
         arguments: dict[str, Any] = {"input_ids": input_ids, "use_cache": cache is not None}
         if cache is not None:
             arguments[self._cache_argument] = cache
@@ -161,7 +168,10 @@ class Target:
 
     def logits(self, hidden: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows vocab"]:
         """The model's own logits: `scores`, scaled and soft-capped as it does, which keeps their order but not odds."""
-        logits: Tensor = self.output_layer(hidden)
+        return self.logits_of(self.output_layer(hidden))
+
+    def logits_of(self, logits: Float[Tensor, "*rows vocab"]) -> Float[Tensor, "*rows vocab"]:
+        """The same of the output layer's scores."""
         if self.logit_scale != 1.0:
             logits = logits * self.logit_scale
         if self.logit_cap is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -29,7 +29,10 @@ def grouped_attention(
     scaling: float | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface; without a mask, or with one per head, the same as `sdpa`."""
+    """transformers' attention interface; without a mask, or with one per head, the same as `sdpa`.
+
+    A mask that `folded_mask` made is used as it is.
+    """
     batch, heads, width, _ = query.shape
     kv_heads = key.shape[1]
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
@@ -41,11 +44,16 @@ def grouped_attention(
     assert attention_mask is not None
     groups = heads // kv_heads
     rows = query.reshape(batch, kv_heads, groups * width, query.shape[-1])
-    mask = attention_mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    mask = attention_mask if attention_mask.shape[2] == rows.shape[2] else folded_mask(attention_mask, groups)
     attended = functional.scaled_dot_product_attention(
         rows, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
     )
     return attended.reshape(batch, heads, width, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+def folded_mask(mask: Shaped[Tensor, "batch 1 width seen"], groups: int) -> Shaped[Tensor, "batch 1 rows seen"]:
+    """The mask of `groups` queries that stand behind one another as rows of one attention; made once for all layers."""
+    return mask if groups == 1 else mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
 
 
 def suited_attention(config: Any) -> str:

@@ -7,6 +7,9 @@ reordered so that the two numbers that a rotary angle turns lie side by side: on
 attention, which sums over the same reordering of both, does not notice. Keys in a cache are in that order too, so a
 cache belongs to the target that filled it.
 
+`fused_states` runs a step through them without transformers' pass around the layers: the mask is repeated for queries
+that share keys once per step, not once per layer. `decode.compiled` compiles the same layers.
+
 Inference in fp32 on a CPU only, like the packed weights it is made of; every other model keeps transformers' layers.
 """
 
@@ -15,11 +18,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from jaxtyping import Complex, Float
+from jaxtyping import Complex, Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.cache_utils import Cache
 
-from topo_search.target.attention import GROUPED, grouped_attention
+from topo_search.target.attention import GROUPED, folded_mask, grouped_attention
 from topo_search.target.packing import PackedLinear, can_pack, is_packable
 
 _MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")  # whose layers compute what `FusedLayer` does, and no more
@@ -64,19 +68,40 @@ class FusedLayer(nn.Module):
         batch, width, _hidden = hidden_states.shape
         rotated = self.heads + self.kv_heads
         projected = self.qkv(self.input_norm(hidden_states)).view(batch, width, -1, self.head_dim)
-        turned, values = projected[:, :, :rotated], projected[:, :, rotated:].transpose(1, 2)
-        if self.head_norms is not None:
-            parts = (turned[:, :, : self.heads], turned[:, :, self.heads :])
-            turned = torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
+        turned, values = self.normed_heads(projected[:, :, :rotated]), projected[:, :, rotated:]
         torch.view_as_complex(turned.unflatten(-1, (-1, 2))).mul_(position_embeddings)
-        queries, keys = turned[:, :, : self.heads].transpose(1, 2), turned[:, :, self.heads :].transpose(1, 2)
         kept = cache if cache is not None else past_key_values
-        if kept is not None:
-            keys, values = kept.update(keys, values, self.layer_idx)
-        attended, _weights = grouped_attention(self, queries, keys, values, attention_mask, scaling=self.scaling)
-        hidden_states = self.output.plus(attended.reshape(batch, width, -1), hidden_states)
+        hidden_states = self.attend(turned, values, hidden_states, attention_mask, kept)
         gate, up = self.gate_up(self.post_attention_norm(hidden_states)).chunk(2, dim=-1)
         return self.down.plus(functional.silu(gate).mul_(up), hidden_states)
+
+    def attend(
+        self,
+        turned: Float[Tensor, "batch width heads head_dim"],
+        values: Float[Tensor, "batch width kv_heads head_dim"],
+        residual: Float[Tensor, "batch width hidden"],
+        mask: Tensor | None,
+        cache: Any,
+    ) -> Float[Tensor, "batch width hidden"]:
+        """Write keys and values to the cache, if there is one, attend, project and add `residual`.
+
+        `turned` holds the queries and behind them the keys, all turned by their angles.
+        """
+        queries, keys = turned[:, :, : self.heads].transpose(1, 2), turned[:, :, self.heads :].transpose(1, 2)
+        values = values.transpose(1, 2)
+        if cache is not None:
+            keys, values = cache.update(keys, values, self.layer_idx)
+        attended, _weights = grouped_attention(self, queries, keys, values, mask, scaling=self.scaling)
+        return self.output.plus(attended.flatten(2), residual)
+
+    def normed_heads(
+        self, rotated: Float[Tensor, "batch width heads head_dim"]
+    ) -> Float[Tensor, "batch width heads head_dim"]:
+        """Queries and keys, each head with its norm where the model has one."""
+        if self.head_norms is None:
+            return rotated
+        parts = (rotated[:, :, : self.heads], rotated[:, :, self.heads :])
+        return torch.cat([norm(part) for norm, part in zip(self.head_norms, parts, strict=True)], dim=2)
 
 
 class FusedNorm(nn.Module):
@@ -88,7 +113,7 @@ class FusedNorm(nn.Module):
         self.weight = nn.Parameter(
             weight if head_dim is None else weight.view(2, -1).T.flatten().clone(), requires_grad=False
         )
-        self.share = 1.0 / weight.numel()
+        self.share, self.epsilon = 1.0 / weight.numel(), float(norm.variance_epsilon)
         self.eps = nn.Buffer(torch.tensor(norm.variance_epsilon, dtype=weight.dtype), persistent=False)
 
     def forward(self, inputs: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows hidden"]:
@@ -110,6 +135,29 @@ class FusedRotary(nn.Module):
         cos, sin = self.rotary(inputs, position_ids=position_ids)
         half = cos.shape[-1] // 2
         return torch.complex(cos[..., :half], sin[..., :half])[..., None, :]
+
+
+def has_fused_layers(body: Any) -> bool:
+    """Whether the layers of a model's body are `FusedLayer`s."""
+    return isinstance(getattr(body, "rotary_emb", None), FusedRotary)
+
+
+def fused_states(
+    body: Any,
+    input_ids: Int[Tensor, "batch width"],
+    *,
+    position_ids: Int[Tensor, "rows width"],
+    mask: Float[Tensor, "batch 1 width seen"],
+    cache: Cache,
+) -> Float[Tensor, "batch width hidden"]:
+    """Final hidden states of a step's tokens, written behind the cache's committed ones, as the model's own pass."""
+    hidden: Tensor = body.embed_tokens(input_ids)
+    angles = body.rotary_emb(hidden, position_ids)
+    repeated = folded_mask(mask, body.layers[0].num_key_value_groups)
+    for layer in body.layers:
+        hidden = layer(hidden, repeated, angles, cache)
+    normed: Tensor = body.norm(hidden)
+    return normed
 
 
 def fuse_layers(model: Any) -> int:
