@@ -429,7 +429,7 @@ def test_sampling_from_calibration_to_text(run: Run, model: list[object], prompt
     rows = ["--prompts", prompts, "--max-new-tokens", 10]
     code, _, err = run("calibrate", *model, *rows, *drawn, "--seed", 3, "--no-measure")
     assert code == 0, err
-    trace = next(Path("calibration").glob("*_T0.7_seed3.trace.safetensors"))
+    trace = next(Path("calibration").glob("*_T0.7_k20_seed3.trace.safetensors"))
     _refused(
         run("calibrate", *model, *rows, "--no-measure", "--out", trace), "cannot be continued", "temperature is 0.7"
     )
@@ -442,12 +442,34 @@ def test_sampling_from_calibration_to_text(run: Run, model: list[object], prompt
     assert "tokens/s" in err
     assert run(*asked, *drawn, "--seed", 5)[1] == first
     assert run(*asked, *drawn, "--seed", 5, "--prune-depth", 0)[1] == first
-    _refused(run(*asked), "its rule", "temperature is 0.7", "--allow-mismatch")
+    assert run(*asked, *drawn, "--seed", 5, "--tree", "none")[1] == first
+    _refused(refused := run(*asked), "its rule", "temperature is 0.7", "--allow-mismatch")
+    assert "Loading target" not in refused[2]
+    code, _, err = run(*asked, "--tree", "none", "--top-k", 5, "--noise-share", 0.5)
+    assert code == 0, err
+    assert "--top-k 5, --noise-share 0.5 changes nothing at temperature 0" in err
     _refused(run(*asked, "--temperature", 0.9, "--top-k", 20), "its rule", "temperature is 0.7, not 0.9")
     race = ["bench", *model, *rows, "--repeats", 1, "--json", *drawn, "--seed", 1]
     code, out, err = run(*race)
     assert code == 0, err
     assert all(row["text_equal"] for row in json.loads(out)["contenders"])
+
+
+def test_prompts_of_an_earlier_run_are_named(run: Run, model: list[object], prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text('{"id": "other", "text": "w3 w4"}\n')
+    rows = ["--max-new-tokens", 6, "--no-measure"]
+    code, _, err = run("calibrate", *model, *rows, "--prompts", prompts, "--out", "a.trace.safetensors")
+    assert code == 0, err
+    assert "other prompts" not in err
+    assert "Next: topo-search optimize --budget 64 --trace a.trace.safetensors" in err
+    code, _, err = run("calibrate", *model, *rows, "--prompts", "one.jsonl", "--out", "a.trace.safetensors")
+    assert code == 0, err
+    assert "a.trace.safetensors held " in err
+    assert " other prompts, which stay in it" in err
+    code, _, err = run("calibrate", *model, *rows, "--prompts", "one.jsonl")
+    assert code == 0, err
+    assert "other prompts" not in err
+    assert next(Path("calibration").glob("*_one_6.trace.safetensors"))
 
 
 @pytest.mark.parametrize("command", [["generate", "w1"], ["bench"], ["calibrate"]])

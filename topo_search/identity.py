@@ -111,8 +111,9 @@ class RuleIdentity:
 
     @property
     def in_words(self) -> str:
-        """The rule and its temperature, with the warning that a rule which changes the text always carries."""
-        at = f"temperature {self.temperature:g}"
+        """The rule and what it draws with, with the warning that a rule which changes the text always carries."""
+        filters = {"top-k": self.top_k, "top-p": self.top_p, "min-p": self.min_p, "noise share": self.noise_share}
+        at = ", ".join([f"temperature {self.temperature:g}", *(f"{k} {v:g}" for k, v in filters.items() if v)])
         if not self.changes_text:
             return f"{self.rule} acceptance at {at}"
         return (

@@ -23,7 +23,7 @@ from topo_search.decode.decoder import TreeDecoder
 from topo_search.decode.modes import CONTEXT_BUCKET, GraphStep, in_mode, ready_mode
 from topo_search.decode.plan import TreePlan
 from topo_search.errors import InputError, MismatchError
-from topo_search.files.tree_file import MadeFrom, TreeFile, write_tree
+from topo_search.files.tree_file import MadeFrom, TreeFile
 from topo_search.heads.base import DraftHeads
 from topo_search.identity import GREEDY, sampling_rule
 from topo_search.target import Target
@@ -129,12 +129,13 @@ def test_a_tree_of_another_mode_is_used_with_a_word(tmp_path: Path, capsys: pyte
     """Its text is right in every mode; only whether it is the fastest hangs on the times it was chosen on."""
     target = target_of("llama")
     made_from = MadeFrom(mode="graph", command="", created="")
-    write_tree(tmp_path / "a.tree.json", TreeFile(tree=TREES["dense"], name="a", made_from=made_from))
-    fitting_tree(tmp_path / "a.tree.json", target, tiny_heads(target), allow_mismatch=False)
+    file = TreeFile(tree=TREES["dense"], name="a", made_from=made_from)
+    fitting_tree(tmp_path / "a.tree.json", file, target, tiny_heads(target), allow_mismatch=False)
     words = " ".join(capsys.readouterr().err.split())
     assert "chosen on times of mode graph; this is mode eager" in words
     assert "Decode with --mode graph, or run measure --mode eager and optimize again" in words
-    fitting_tree(tmp_path / "a.tree.json", replace(target, mode="graph"), tiny_heads(target), allow_mismatch=False)
+    in_graphs = replace(target, mode="graph")
+    fitting_tree(tmp_path / "a.tree.json", file, in_graphs, tiny_heads(target), allow_mismatch=False)
     assert not capsys.readouterr().err
 
 

@@ -14,6 +14,8 @@ from topo_search.cli import options
 if TYPE_CHECKING:
     from topo_search.bench import Contender, Course, RaceResult
     from topo_search.cost import LatencyTable
+    from topo_search.files.prompts import Prompt
+    from topo_search.files.tree_file import TreeFile
     from topo_search.heads.base import DraftHeads
     from topo_search.identity import RuleIdentity
     from topo_search.target import Target
@@ -62,40 +64,34 @@ def bench(
     """
     given: dict[str, Any] = dict(locals())
     from topo_search.cli import inputs
+    from topo_search.cli.decoding import stored_tree
 
-    drawn = inputs.chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
-    rule = inputs.accepting_rule(drawn, acceptance, epsilon, delta, bonus)
-    _require_files(tree, chain, heads)
-    which: dict[str, Any] = {"workload": workload, "split": split, "num_prompts": num_prompts}
+    exact = inputs.chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
+    rule = inputs.accepting_rule(exact, acceptance, epsilon, delta, bonus)
+    files = {path: stored_tree(path, rule=rule, allow_mismatch=allow_mismatch) for path in (chain, tree)}
+    inputs.require_heads(heads)
+    which = {name: given[name] for name in ("workload", "split", "num_prompts")}
     found = inputs.chosen_prompts(prompts, default_split="evaluation", **which)
-    settings = {name: given[name] for name in ("dtype", "device", "attention", "tokenizer", "quantize")}
-    model = inputs.load_model(target, **settings, mode=mode)
+    loaded = {name: given[name] for name in ("dtype", "device", "attention", "tokenizer", "quantize")}
+    model = inputs.load_model(target, **loaded, mode=mode)
     draft_heads = inputs.load_draft_heads(heads, model, dtype=heads_dtype)
+    course: dict[str, Any] = {
+        **_figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch),
+        "reference": _reference(target, model, loaded),
+        "max_new_tokens": max_new_tokens,
+        "repeats": repeats,
+        "rule": rule,
+    }
+    contenders = _contenders(files, model, draft_heads, allow_mismatch=allow_mismatch)
+    _race(_course(model, draft_heads, found, course), contenders, as_json=as_json)
 
+
+def _course(target: Target, heads: DraftHeads, prompts: list[Prompt], settings: dict[str, Any]) -> Course:
     from topo_search.bench import Course
     from topo_search.calibrate import encode_prompts
 
-    course = Course(
-        **_figures(trace, latency, model, draft_heads, rule, allow_mismatch=allow_mismatch),
-        target=model,
-        reference=_reference(target, model, settings),
-        heads=draft_heads,
-        prompts=encode_prompts(model, found, max_new_tokens=max_new_tokens),
-        max_new_tokens=max_new_tokens,
-        repeats=repeats,
-        rule=rule,
-    )
-    _race(course, _contenders(tree, chain, model, draft_heads, rule, allow_mismatch=allow_mismatch), as_json=as_json)
-
-
-def _require_files(tree: Path, chain: Path, heads: str) -> None:
-    """Refuse trees and heads that are not there before a model is loaded for them."""
-    from topo_search.cli.decoding import stored_tree
-    from topo_search.cli.inputs import require_heads
-
-    for path in (tree, chain):
-        stored_tree(path)
-    require_heads(heads)
+    encoded = encode_prompts(target, prompts, max_new_tokens=settings["max_new_tokens"])
+    return Course(target=target, heads=heads, prompts=encoded, **settings)
 
 
 def _reference(name: str, model: Target, settings: dict[str, Any]) -> Target:
@@ -119,8 +115,9 @@ def _race(course: Course, contenders: list[Contender], *, as_json: bool) -> None
     from topo_search.reference import neutralised
     from topo_search.report.console import note, progress
 
-    settings = _settings(course.target, course.rule, course.max_new_tokens)
-    note(f"Both sides decode with {settings}; ignored: {neutralised(course.target) or 'nothing'}")
+    settings = _settings(course.target, course.rule.of_plain_decoding, course.max_new_tokens)
+    sides = f"generate and plain decoding (trees: {course.rule.in_words})" if course.rule.changes_text else "All sides"
+    note(f"{sides} decode with {settings}; ignored: {neutralised(course.target) or 'nothing'}")
     with progress("Racing") as advance:
         result = race(course, contenders, progress=lambda done, total: advance(done, total, "answers"))
     _report(result, mode=course.target.mode, as_json=as_json)
@@ -133,13 +130,22 @@ def _settings(model: Target, rule: RuleIdentity, max_new_tokens: int) -> dict[st
     from topo_search.identity import GREEDY, recorded
     from topo_search.reference import greedy_settings
 
-    return greedy_settings(model, max_new_tokens) | ({} if rule == GREEDY else recorded(rule))
+    if rule == GREEDY:
+        return greedy_settings(model, max_new_tokens)
+    drawn = {name: value for name, value in recorded(rule).items() if value is not None}
+    return greedy_settings(model, max_new_tokens) | {"do_sample": True} | drawn
 
 
 def _contenders(
-    tree: Path, chain: Path, model: Target, heads: DraftHeads, rule: RuleIdentity, *, allow_mismatch: bool
+    files: dict[Path, TreeFile], model: Target, heads: DraftHeads, *, allow_mismatch: bool
 ) -> list[Contender]:
-    """`generate`, plain decoding, the chain, Medusa's tree (as deep as there are heads) and the tree."""
+    """`generate`, plain decoding, the chain, Medusa's tree (as deep as there are heads) and the tree.
+
+    Args:
+        files: the chain's and the tree's, by path.
+        model, heads: as loaded.
+        allow_mismatch: warn where a tree was made for something else.
+    """
     from topo_search.bench import GENERATE, PLAIN, Contender
     from topo_search.cli.decoding import fitting_tree
     from topo_search.files.tree_file import read_tree
@@ -147,16 +153,15 @@ def _contenders(
     from topo_search.search.optimize import CHAIN, TREE
     from topo_search.tree import Tree
 
-    def fitting(path: Path) -> Tree:
-        return fitting_tree(path, model, heads, allow_mismatch=allow_mismatch, rule=rule).tree
-
+    fitting = [fitting_tree(path, file, model, heads, allow_mismatch=allow_mismatch) for path, file in files.items()]
+    chain, tree = fitting[0], fitting[-1]  # one where both options name the same file
     medusa = read_tree(packaged("trees/reference/medusa-63.tree.json")).tree
     return [
         Contender(name=GENERATE, tree=None),
         Contender(name=PLAIN, tree=Tree(())),
-        Contender(name=CHAIN, tree=fitting(chain)),
+        Contender(name=CHAIN, tree=chain),
         Contender(name="medusa-63", tree=medusa.pruned(heads.identity.num_heads)),
-        Contender(name=TREE, tree=fitting(tree)),
+        Contender(name=TREE, tree=tree),
     ]
 
 
@@ -174,6 +179,8 @@ def _figures(
     Raises:
         MismatchError: one was named and is of another target, other heads, another rule, device or mode.
     """
+    import torch
+
     from topo_search.cli.decoding import require_device, require_mode
     from topo_search.cli.inputs import newest_or_shipped, require_fit
     from topo_search.errors import MismatchError
@@ -195,21 +202,24 @@ def _figures(
                 way_out="calibrate at these settings",
                 ignore=("seed",),
             )
-    except MismatchError:
+    except MismatchError as error:
         if trace is not None:
             raise
-        note(f"{trace_path} is of another target, other heads or another rule, so there is no forecast.")
+        note(f"No forecast from {trace_path}: {error}")
         calibration = None
     try:
         _require_same_models(table, model, heads, allow_mismatch=allow_mismatch)
-        device = None if table is None else table.device.get("name")
-        require_device("The latency table", device, model, allow_mismatch=allow_mismatch)
+        device = {} if table is None else table.device
+        require_device("The latency table", device.get("name"), model, allow_mismatch=allow_mismatch)
         require_mode("The latency table", None if table is None else table.mode, model, allow_mismatch=allow_mismatch)
-    except MismatchError:
+    except MismatchError as error:
         if latency is not None:
             raise
-        note(f"{table_path} is of another target, heads, device or mode, so no rate is predicted.")
+        note(f"No rate predicted from {table_path}: {error}")
         table = None
+    threads = None if table is None else table.device.get("threads")
+    if threads not in (None, torch.get_num_threads()):
+        note(f"{table_path} was timed with {threads} threads, and here are {torch.get_num_threads()}: measure again.")
     return {"calibration": calibration, "latency": table}
 
 
@@ -254,6 +264,7 @@ def _as_json(result: RaceResult) -> dict[str, Any]:
     for standing in result.standings:
         row = asdict(standing)
         first = row["divergences"][0] if row["divergences"] else None
+        row["text_equal"] = None if standing.changes_text else standing.text_equal
         row["stats"] = {"accepted_histogram": list(standing.stats.histogram), "steps": standing.stats.steps}
         rows.append({**row, "measured_over_predicted": standing.measured_over_predicted, "first_divergence": first})
     return {

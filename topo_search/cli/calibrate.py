@@ -61,7 +61,8 @@ def calibrate(
 
     drawn = inputs.chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     rule = inputs.accepting_rule(drawn, acceptance, epsilon, delta, bonus)
-    path = _output(out, _stem(rule, target, quantize or "", heads, max_new_tokens), rule, tree)
+    asked = "" if prompts is None else prompts.stem
+    path = _output(out, _stem(rule, target, quantize or "", heads, asked, max_new_tokens), rule, tree)
     found = inputs.chosen_prompts(
         prompts, workload=workload, split=split, default_split="calibration", num_prompts=num_prompts
     )
@@ -120,15 +121,29 @@ def _profile(
         return
     result = _recorded(model, heads, encoded, path, settings | {"batch_size": batch_size})
     _report(result, vocabulary=model.known_ids)
+    others = len(result.trace.prompts) - len({prompt.id for prompt in encoded})
+    if others:
+        note(f"{path} held {others} other prompts, which stay in it and count; give another --out to keep them apart.")
     note(f"Wrote {path}")
-    note("Next: topo-search optimize --budget 64")
+    note(f"Next: topo-search optimize --budget 64{_named(path)}")
 
 
 def _stem(rule: RuleIdentity, *words: object) -> str:
     """The trace's name: what was calibrated, and how its text was drawn where it was."""
     from topo_search.cli.inputs import artefact_stem
 
-    return artefact_stem(*words, *((f"T{rule.temperature:g}", f"seed{rule.seed}") if rule.samples else ()))
+    if not rule.samples:
+        return artefact_stem(*words)
+    filters = {"k": rule.top_k, "p": rule.top_p, "min": rule.min_p, "share": rule.noise_share or None}
+    drawn = [f"{name}{value:g}" for name, value in filters.items() if value is not None]
+    return artefact_stem(*words, f"T{rule.temperature:g}", *drawn, f"seed{rule.seed}")
+
+
+def _named(path: Path) -> str:
+    """The option that makes `optimize` read the trace, where it would not look for it by itself."""
+    from topo_search.cli.options import CALIBRATION_FOLDER
+
+    return "" if path.parent == CALIBRATION_FOLDER else f" --trace {path}"
 
 
 def _recorded(

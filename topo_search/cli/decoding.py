@@ -9,43 +9,52 @@ from topo_search.cli.inputs import refuse_mismatch, require_fit
 from topo_search.errors import InputError
 from topo_search.files.tree_file import TreeFile, read_tree
 from topo_search.identity import GREEDY, RuleIdentity
+from topo_search.report.console import note
+from topo_search.tree import Tree
 
 if TYPE_CHECKING:
     from topo_search.heads.base import DraftHeads
     from topo_search.target import Target
 
 
-def fitting_tree(
-    path: Path, target: Target, heads: DraftHeads, *, allow_mismatch: bool, rule: RuleIdentity = GREEDY
-) -> TreeFile:
-    """The tree of `path`, checked against target, heads, rule (whatever its seed) and device.
+def stored_tree(path: Path, *, rule: RuleIdentity = GREEDY, allow_mismatch: bool = False) -> TreeFile:
+    """The tree of `path`, checked against the rule (whatever its seed) before a model is loaded for it.
 
     Raises:
         InputError: the file is missing or broken.
+        MismatchError: it was made for another rule.
+    """
+    if not path.exists():
+        raise InputError(f"Tree file {path} does not exist; run topo-search optimize, or name one.")
+    found = read_tree(path)
+    require_fit(
+        f"{path}: its rule",
+        None if found.made_from is None else found.made_from.rule,
+        rule,
+        allow_mismatch=allow_mismatch,
+        way_out="calibrate and optimize at these settings",
+        ignore=("seed",),  # another seed is another sample of the same law
+    )
+    return found
+
+
+def fitting_tree(path: Path, found: TreeFile, target: Target, heads: DraftHeads, *, allow_mismatch: bool) -> Tree:
+    """The tree read from `path`, checked against target, heads and device.
+
+    Raises:
         MismatchError: it was made for something else.
     """
-    found = stored_tree(path)
     origin = found.made_from
     if origin is not None:
         require_fit(f"{path}: its target", origin.target, target.identity, allow_mismatch=allow_mismatch)
         require_fit(f"{path}: its heads", origin.heads, heads.identity, allow_mismatch=allow_mismatch)
-        require_fit(
-            f"{path}: its rule",
-            origin.rule,
-            rule,
-            allow_mismatch=allow_mismatch,
-            way_out="calibrate and optimize at these settings",
-            ignore=("seed",),  # another seed is another sample of the same law
-        )
         require_device(f"{path}: its latency table", origin.device, target, allow_mismatch=allow_mismatch)
         if origin.mode not in (None, target.mode):
-            from topo_search.report.console import note
-
             note(
                 f"{path} was chosen on times of mode {origin.mode}; this is mode {target.mode}, where another tree may "
                 f"be faster. Decode with --mode {origin.mode}, or run measure --mode {target.mode} and optimize again."
             )
-    return found
+    return found.tree
 
 
 def require_mode(what: str, mode: str | None, target: Target, *, allow_mismatch: bool) -> None:
@@ -61,17 +70,6 @@ def require_mode(what: str, mode: str | None, target: Target, *, allow_mismatch:
             allow_mismatch=allow_mismatch,
             way_out=f"run topo-search measure --mode {target.mode}, or decode with --mode {mode}",
         )
-
-
-def stored_tree(path: Path) -> TreeFile:
-    """The tree of `path`, by itself: cheap enough to ask for before a model is loaded.
-
-    Raises:
-        InputError: the file is missing or broken.
-    """
-    if not path.exists():
-        raise InputError(f"Tree file {path} does not exist; run topo-search optimize, or name one.")
-    return read_tree(path)
 
 
 def require_device(what: str, device: str | None, target: Target, *, allow_mismatch: bool) -> None:

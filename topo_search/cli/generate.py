@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from topo_search.calibrate import EncodedPrompt
     from topo_search.decode.decoder import DecodeSettings, TreeDecoder
 
+_NO_TREE = "none"
+TreeOption = Annotated[Path, typer.Option(help="A *.tree.json file; none for plain decoding.")]
+
 
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The user's message; without it you chat.")] = None,
-    tree: Annotated[Path, typer.Option(help="A *.tree.json file.")] = options.TREES_FOLDER / "best-tree.tree.json",
+    tree: TreeOption = options.TREES_FOLDER / "best-tree.tree.json",
     target: options.Target = "demo",
     heads: options.Heads = "demo-medusa",
     heads_dtype: options.HeadsDtype = None,
@@ -59,15 +62,17 @@ def generate(
     _require_text(prompt, raw=raw)
     drawn = chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     rule = accepting_rule(drawn, acceptance, epsilon, delta, bonus)
-    stored_tree(tree)
+    file = None if str(tree) == _NO_TREE else stored_tree(tree, rule=rule, allow_mismatch=allow_mismatch)
     require_heads(heads)
     model = load_model(
         target, dtype=dtype, device=device, attention=attention, tokenizer=tokenizer, quantize=quantize, mode=mode
     )
     draft_heads = load_draft_heads(heads, model, dtype=heads_dtype)
-    shape = fitting_tree(tree, model, draft_heads, allow_mismatch=allow_mismatch, rule=rule).tree
 
     from topo_search.decode.decoder import TreeDecoder
+    from topo_search.tree import Tree
+
+    shape = Tree(()) if file is None else fitting_tree(tree, file, model, draft_heads, allow_mismatch=allow_mismatch)
 
     decoder = TreeDecoder(model, draft_heads, shape if prune_depth is None else shape.pruned(prune_depth))
     session = _Session(

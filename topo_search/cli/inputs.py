@@ -119,9 +119,14 @@ def chosen_rule(
     Raises:
         InputError: a value is out of range.
     """
-    return sampling_rule(
+    rule = sampling_rule(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, noise_share=noise_share
     )
+    given = {"--top-k": top_k, "--top-p": top_p, "--min-p": min_p, "--noise-share": noise_share or None}
+    idle = [f"{name} {value:g}" for name, value in given.items() if value is not None]
+    if idle and not rule.samples:
+        note(f"Warning: {', '.join(idle)} changes nothing at temperature 0, which is greedy; add --temperature.")
+    return rule
 
 
 def accepting_rule(

@@ -80,7 +80,7 @@ MinP = Annotated[
 NoiseShare = Annotated[
     float,
     typer.Option(
-        help="Weight of the draw's own noise in ranking candidates; changes speed, never text.",
+        help="Weight of the draw's own noise in ranking candidates, e.g. 0.5; changes speed, never text.",
         rich_help_panel="Sampling",
     ),
 ]

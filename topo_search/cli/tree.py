@@ -48,8 +48,12 @@ def export(
     exporter = EXPORTERS[to]
     folder = options.TREES_FOLDER if is_packaged(tree) else tree.parent
     path = out or folder / (tree.name.removesuffix(TREE_SUFFIX) + exporter.suffix)
-    write_bytes(path, exporter.to_bytes(read_tree(tree)))
+    file = read_tree(tree)
+    write_bytes(path, exporter.to_bytes(file))
     note(f"Wrote {path}")
+    rule = None if file.made_from is None else file.made_from.rule
+    if rule is not None and rule.changes_text:
+        note(f"This tree was chosen for a rule that changes the text: {rule.in_words}.")
 
 
 def schema(name: Annotated[str, typer.Argument(help="tree, trace, latency or accepts.")]) -> None:
