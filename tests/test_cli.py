@@ -219,6 +219,86 @@ def test_optimize_refuses_what_does_not_go_together(run: Run, calibrated: list[o
     _refused(run("optimize", *storage), "nonsense", "sqlite:///")
 
 
+HEADS = Path(__file__).parents[1] / "benchmarks/results/heads"
+
+
+def _of_heads(*names: str, suffix: str) -> list[object]:
+    option = "--trace" if suffix == "trace.safetensors" else "--latency"
+    return [word for name in names for word in (option, HEADS / f"{name}.{suffix}")]
+
+
+def test_optimize_chooses_among_the_shipped_heads(run: Run, tmp_path: Path) -> None:
+    """Each trace finds the table of its heads in whatever order; the winner's answer is the one it gets alone."""
+    traces = _of_heads("demo-medusa", "demo-hydra", suffix="trace.safetensors")
+    tables = _of_heads("demo-hydra", "demo-medusa", suffix="latency.json")
+    asked = ["optimize", "--workload", "math", "--budget", 16]
+    code, out, err = run(*asked, *traces, *tables, "--json")
+    assert code == 0, err
+    found = json.loads(out)
+    rows = {row["heads"]["name"]: row for row in found["among"]}
+    assert list(rows) == ["demo-medusa", "demo-hydra"]
+    chosen = found["heads"]["name"]
+    assert [name for name, row in rows.items() if row["chosen"]] == [chosen]
+    assert all(Path(row["latency"]).name == f"{name}.latency.json" for name, row in rows.items())
+    (other,) = (row for row in rows.values() if not row["chosen"])
+    low, high = other["chosen_over"]["interval"]
+    assert low < other["chosen_over"]["value"] < high
+    assert other["chosen_over"]["value"] == pytest.approx(found["tokens_per_s"] / other["tokens_per_s"])
+    assert rows[chosen]["chosen_over"] is None
+    assert f"Fastest heads: {chosen}" in found["verdict"]
+    made_from = json.loads((tmp_path / "trees/best-tree.tree.json").read_text())["made_from"]
+    assert made_from["heads"]["name"] == chosen
+    alone = [*_of_heads(chosen, suffix="trace.safetensors"), *_of_heads(chosen, suffix="latency.json")]
+    code, out, err = run(*asked, *alone, "--json")
+    assert code == 0, err
+    single = json.loads(out)
+    assert (single["heads"], single["among"]) == (found["heads"], [])
+    changed = {"among", "verdict", "warnings"}
+    assert {k: v for k, v in single.items() if k not in changed} == {k: v for k, v in found.items() if k not in changed}
+    code, out, err = run(*asked, *traces, *tables, "--strategy", "optuna", "--trials", 4)
+    assert code == 0, err
+    assert "Heads, each with its recommended alternative" in out
+    assert "4 trees" in err and "Fastest heads" in err
+
+
+def test_heads_and_tables_that_do_not_pair_are_named(run: Run, tmp_path: Path) -> None:
+    both = _of_heads("demo-medusa", "demo-hydra", suffix="trace.safetensors")
+    tables = _of_heads("demo-medusa", "demo-hydra", suffix="latency.json")
+    _refused(run("optimize", *both), "demo-medusa.trace.safetensors", "no --latency", "topo-search measure")
+    _refused(run("optimize", *both, *tables[:2]), "demo-hydra.trace.safetensors", "no --latency")
+    _refused(run("optimize", *both[:2], *tables), "demo-hydra.latency.json", "there is no --trace")
+    _refused(run("optimize", *both, *both[:2], *tables), "same heads, demo-medusa", "--trace")
+    _refused(run("optimize", *both, *tables, *tables[2:]), "same heads, demo-hydra", "--latency")
+    _refused(run("optimize", *both, *tables[:2], *both[2:]), "--trace")
+    race = ["--strategy", "optuna", "--objective", "race", "--target", "demo"]
+    _refused(run("optimize", *both, *tables, *race), "one heads", "race the winner")
+    _refused(run("optimize", *both, "--acceptance", "typical"), "--trace, given more than once")
+    table = tmp_path / "mine.json"
+    table.write_text('{"rank_table": [[0.6, 0.1]]}')
+    _refused(run("optimize", "--accuracies", table, *tables), "one --latency")
+    other = json.loads((HEADS / "demo-hydra.latency.json").read_text())
+    other["mode"] = "graph"
+    (tmp_path / "graph.latency.json").write_text(json.dumps(other))
+    mixed = [*tables[:2], "--latency", tmp_path / "graph.latency.json"]
+    _refused(run("optimize", *both, *mixed), "mode is 'graph', not 'eager'", "one device in one mode")
+    shipped = packaged("calibration/demo")  # the same heads on other prompts
+    hydra = [*both[2:], *tables[2:]]
+    demo = ["--trace", shipped / "demo.trace.safetensors", "--latency", shipped / "demo.latency.json"]
+    _refused(run("optimize", *hydra, *demo), "demo-medusa", "demo-hydra cannot be compared", "prompt")
+
+
+def test_plain_decoding_has_no_tree_file(run: Run, tmp_path: Path) -> None:
+    """A tree of no node could be written, but nobody could serve it."""
+    code, out, err = run("optimize", "--budget", 1, "--json")
+    assert code == 0, err
+    rows = json.loads(out)["alternatives"]
+    assert [(row["num_draft_nodes"], row["tree_file"]) for row in rows] == [(0, None)] * 3
+    assert not list(tmp_path.rglob("*.tree.json"))
+    code, _, err = run("optimize", "--budget", 1)
+    assert code == 0, err
+    assert "No tree file" in err and "plain decoding" in err and "Next:" not in err
+
+
 def test_calibrating_again_continues(run: Run, calibrated: list[object], prompts: Path) -> None:
     trace = next(Path("calibration").glob("*.trace.safetensors"))
     before = load_file(trace)["ranks"]

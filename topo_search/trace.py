@@ -140,6 +140,12 @@ class RankTrace:
         prompts = tuple(prompt for prompt, wanted in zip(self.prompts, kept, strict=True) if wanted)
         return replace(self, prompts=prompts, ranks=self.ranks[rows])
 
+    def in_order(self, order: Sequence[int]) -> RankTrace:
+        """The trace with its prompts in another order, or only some of them: those at these indices."""
+        rows = [np.arange(self.starts[index], self.starts[index + 1]) for index in order]
+        prompts = tuple(self.prompts[index] for index in order)
+        return replace(self, prompts=prompts, ranks=self.ranks[np.concatenate(rows)] if rows else self.ranks[:0])
+
     def capped(self, max_new_tokens: int) -> RankTrace:
         """The trace that a smaller cap would have recorded (N' = min(N, cap)).
 

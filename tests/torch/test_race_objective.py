@@ -12,7 +12,7 @@ from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.errors import CheckError, InputError
 from topo_search.estimates import independent
 from topo_search.race_objective import RaceObjective
-from topo_search.search.study import Hopeless, Space, StudySettings, run_study
+from topo_search.search.study import Arm, Hopeless, Space, StudySettings, run_study
 from topo_search.tree import Tree
 
 TARGET, HEADS = target_of("llama"), heads_of("llama")
@@ -79,7 +79,7 @@ def test_real_times_and_a_study(tmp_path: object) -> None:
     """End to end on a tiny target: stored, resumed without racing again."""
     space = Space(estimate=independent([[0.6, 0.2], [0.5, 0.1]], 10), sizes=(1, 2, 3), depth=2, ranks=2)
     study = StudySettings(name="race", storage=f"sqlite:///{tmp_path}/study.db", trials=3, seed=0)
-    found = run_study(space, race(repeats=1), [SEED], study)
+    found = run_study({"toy": Arm(space=space, objective=race(repeats=1), seeds=[SEED])}, study)
     assert found.tried == 3
     assert found.value >= found.seed_value == 1.0
 
@@ -88,7 +88,7 @@ def test_real_times_and_a_study(tmp_path: object) -> None:
             raise AssertionError("raced again")
 
     again = MustNotRun(target=TARGET, heads=HEADS, prompts=encoded(PROMPTS[0]), seed=SEED, max_new_tokens=4, repeats=1)
-    resumed = run_study(space, again, [SEED], study)
+    resumed = run_study({"toy": Arm(space=space, objective=again, seeds=[SEED])}, study)
     assert (resumed.known, replace(resumed, known=0)) == (3, found)
 
 

@@ -16,6 +16,7 @@ from topo_search.search.frontier import frontier
 from topo_search.search.judge import ReplayJudge
 from topo_search.search.replay_objective import ReplayObjective
 from topo_search.search.study import (
+    Arm,
     Report,
     Space,
     StudyResult,
@@ -51,7 +52,11 @@ def study(trials: int = 25, *, storage: str | None = None, seed: int = 0, name: 
 
 
 def run(objective: Any, trials: int = 25, **changes: Any) -> StudyResult:
-    return run_study(SPACE, objective, [frontier(ESTIMATE, num_draft_nodes=8).tree(8)], study(trials, **changes))
+    return run_study(of_one(SPACE, objective, frontier(ESTIMATE, num_draft_nodes=8).tree(8)), study(trials, **changes))
+
+
+def of_one(space: Space, objective: Any, *seeds: Tree) -> dict[str, Arm]:
+    return {"toy": Arm(space=space, objective=objective, seeds=seeds)}
 
 
 def history(storage: str) -> list[tuple[Any, ...]]:
@@ -75,7 +80,7 @@ def test_no_tree_is_tried_twice() -> None:
 def test_four_asks_before_any_answer_are_four_trees() -> None:
     """FIELD-CASES 51: pending trials are known."""
     opened = open_study(study())
-    asked = [ask_new_tree(opened, SPACE, 0) for _ in range(4)]
+    asked = [ask_new_tree(opened, of_one(SPACE, Additive()), 0) for _ in range(4)]
     assert len({found[1] for found in asked if found}) == 4
 
 
@@ -98,12 +103,12 @@ def test_a_second_process_sees_what_is_pending_and_says_so(tmp_path: Path, monke
     storage = f"sqlite:///{tmp_path / 'shared'}.db"
     run(Additive(), 3, storage=storage)
     monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
-    pending = ask_new_tree(open_study(study(storage=storage)), SPACE, 5)
+    pending = ask_new_tree(open_study(study(storage=storage)), of_one(SPACE, Additive()), 5)
     assert pending is not None
     monkeypatch.undo()
     objective = Additive()
     found = run(objective, 10, storage=storage)
-    assert pending[1] not in objective.tried
+    assert pending[1][1] not in objective.tried
     assert not found.reproducible
 
 
@@ -111,18 +116,18 @@ def test_a_trial_of_a_dead_process_is_tried_again(tmp_path: Path, monkeypatch: p
     storage = f"sqlite:///{tmp_path / 'dead'}.db"
     run(Additive(), 3, storage=storage)
     monkeypatch.setattr("os.getpid", lambda: 2**22 + 1)
-    lost = ask_new_tree(open_study(study(storage=storage)), SPACE, 0)
+    lost = ask_new_tree(open_study(study(storage=storage)), of_one(SPACE, Additive()), 0)
     assert lost is not None
     monkeypatch.undo()
     objective = Additive()
     assert run(objective, 40, storage=storage).reproducible
-    assert lost[1] in objective.tried
+    assert lost[1][1] in objective.tried
 
 
 def test_a_small_space_ends_the_study() -> None:
     tiny = Space(estimate=ESTIMATE, sizes=(1,), depth=1, ranks=1)
     objective = Additive()
-    found = run_study(tiny, objective, [Tree.chain(1)], study(50))
+    found = run_study(of_one(tiny, objective, Tree.chain(1)), study(50))
     assert (found.tried, objective.tried) == (1, [Tree.chain(1)])
 
 
@@ -158,7 +163,7 @@ def test_the_computed_objective_is_the_searchs_own(tmp_path: Path) -> None:
     choice = choose(judge, settings)
     objective = ReplayObjective(judge=judge, settings=settings)
     space = Space(estimate=choice.estimate, sizes=tuple(range(1, 9)), depth=3, ranks=3)
-    found = run_study(space, objective, choice.trees[::-1][:2], study(20))
+    found = run_study(of_one(space, objective, *choice.trees[::-1][:2]), study(20))
     assert found.value >= found.seed_value == pytest.approx(1000 * choice.alternatives.tokens_per_ms[2])
     assert objective.ceiling(choice.trees[-1]) >= found.seed_value  # type: ignore[operator]
 

@@ -71,8 +71,12 @@ def report_typical(
     note(f"Recommended: {found.recommended}. {_NOT_EXACT}")
     for name, file in files.items():
         note(f"Wrote {file} ({name})")
+    if TREE not in files:
+        note("No tree file: plain decoding has no draft node.")
+        return
+    chain = f" --chain {files[CHAIN]}" if CHAIN in files else ""
     note(f"Next: topo-search calibrate {_options_of(masks)} --tree {files[TREE]} --no-measure, its true figure")
-    note(f"      topo-search bench {_options_of(masks)} --tree {files[TREE]} --chain {files[CHAIN]}")
+    note(f"      topo-search bench {_options_of(masks)} --tree {files[TREE]}{chain}")
 
 
 def _options_of(masks: AcceptTrace) -> str:
@@ -117,6 +121,8 @@ def _write_trees(
     )
     files = {}
     for name, stem in ((CHAIN, "typical-chain"), (TREE, "typical-tree")):
+        if not found[name].tree.paths:
+            continue
         files[name] = folder / (stem + TREE_SUFFIX)
         words = f"{name}, typical acceptance (changes the text)"
         content = TreeFile(tree=found[name].tree, name=words, predicted=_predicted(found[name]), made_from=made_from)

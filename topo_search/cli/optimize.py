@@ -12,13 +12,14 @@ import typer
 from topo_search.cli import options
 
 if TYPE_CHECKING:
-    from topo_search.accepts import AcceptTrace
-    from topo_search.cli.optimized import Origin
-    from topo_search.cost import LatencyTable
+    from topo_search.cli.origins import Origin
     from topo_search.files.accuracies import AccuracyTable
+    from topo_search.search.among import Among, Entrant
     from topo_search.search.assess import Assessment
     from topo_search.search.choose import Settings
-    from topo_search.trace import RankTrace
+
+    # The answer, the files behind it, what a study did, and all heads' answers where there are several.
+    Answer = tuple[Assessment, Origin, dict[str, Any] | None, tuple[Among, list[Origin]] | None]
 
 
 class Objective(StrEnum):
@@ -76,6 +77,14 @@ _LISTED = 4096  # paths taken from an accuracy table; more where the budget is l
 _SEARCH, _SURE, _STUDY = "Search", "How sure", "Optuna"
 
 BudgetOption = Annotated[int, typer.Option(help="Most tokens verified per step, root included.")]
+TraceFiles = Annotated[
+    list[Path] | None,
+    typer.Option(help="Rank trace; the newest in ./calibration by default. Given once per heads: chooses among them."),
+]
+LatencyFiles = Annotated[
+    list[Path] | None,
+    typer.Option(help="Latency table; the newest in ./calibration by default. Of several heads, one for each trace."),
+]
 AccuraciesOption = Annotated[
     Path | None, typer.Option(help="Accuracy table instead of a trace: per depth the probability of each rank.")
 ]
@@ -146,8 +155,8 @@ OutOption = Annotated[Path, typer.Option(help="Folder for the tree files.")]
 
 def optimize(
     budget: BudgetOption = options.DEFAULT_BUDGET,
-    trace: options.TraceFile = None,
-    latency: options.LatencyFile = None,
+    trace: TraceFiles = None,
+    latency: LatencyFiles = None,
     accuracies: AccuraciesOption = None,
     objective: ObjectiveOption = Objective.throughput,
     strategy: StrategyOption = Strategy.greedy,
@@ -182,8 +191,9 @@ def optimize(
 ) -> None:
     """Find the fastest tree, the best chain, and say whether plain decoding beats both, and how sure that is.
 
-    Figures are those of prompts that did not choose the tree, with 95 % intervals. With --acceptance typical, which
-    changes the text, the tree is found from accept masks (--trace) by a heuristic.
+    Figures are those of prompts that did not choose the tree, with 95 % intervals. A --trace and a --latency for each
+    of several heads find the fastest heads too. With --acceptance typical, which changes the text, the tree is found
+    from accept masks (--trace) by a heuristic.
 
     Examples: topo-search optimize --budget 64 | topo-search optimize --objective tokens-per-step --json |
     topo-search optimize --strategy optuna --objective race --target demo
@@ -208,8 +218,8 @@ def optimize(
     if acceptance is options.Acceptance.typical:
         _typical(settings, asked)
         return
-    found, origin, study = (_from_accuracies if accuracies else _from_trace)(settings, asked)
-    report(found, origin, out, as_json=as_json, study=study)
+    found, origin, study, among = (_from_accuracies if accuracies else _from_trace)(settings, asked)
+    report(found, origin, out, as_json=as_json, study=study, among=among)
 
 
 def _require_consistent(objective: Objective, strategy: Strategy, rule: Rule, target: str | None) -> None:
@@ -232,6 +242,7 @@ def _require_used(asked: dict[str, Any]) -> None:
     from topo_search.errors import InputError
 
     defaults = inspect.signature(optimize).parameters
+    several = max(len(asked["trace"] or ()), len(asked["latency"] or ())) > 1
     given = {name for name, value in asked.items() if value != defaults[name].default}
     study = {"strategy"} if asked["strategy"] is Strategy.optuna else set()
     if asked["accuracies"] is not None and (idle := sorted(given & _OF_TRACES | study)):
@@ -245,6 +256,11 @@ def _require_used(asked: dict[str, Any]) -> None:
         raise InputError(f"--objective tokens-per-step counts no time, so {_named(idle, asked)} would have no effect.")
     if asked["objective"] is Objective.race and "batch_weights" in given:
         raise InputError("A race decodes one sequence at a time; leave out --batch-weights or --objective race.")
+    if several and asked["objective"] is Objective.race:
+        raise InputError(
+            "A race decodes with one heads; choose among heads without it, then race the winner: give one --trace and "
+            "one --latency."
+        )
     if {"batch", "batch_weights"} <= given:
         raise InputError("--batch and --batch-weights both say what is served at once; leave one out.")
     if asked["objective"] is not Objective.race and (idle := sorted(given & _OF_RACES)):
@@ -272,7 +288,8 @@ def _weights(what: str, text: str | None) -> tuple[tuple[int, float], ...] | Non
 
 
 def _named(options_: list[str], asked: dict[str, Any]) -> str:
-    return ", ".join(f"--{name.replace('_', '-')} {asked[name]}" for name in options_)
+    shown = {name: asked[name] if isinstance(asked[name], list) else [asked[name]] for name in options_}
+    return ", ".join(f"--{name.replace('_', '-')} {value}" for name, values in shown.items() for value in values)
 
 
 def _typical(settings: Settings, asked: dict[str, Any]) -> None:
@@ -282,6 +299,7 @@ def _typical(settings: Settings, asked: dict[str, Any]) -> None:
         InputError: an option of the exact search is given.
     """
     from topo_search.cli.covering import masks_for, report_typical
+    from topo_search.cli.origins import of_workload, single, table_for
     from topo_search.errors import InputError
 
     exact_only = {
@@ -293,34 +311,41 @@ def _typical(settings: Settings, asked: dict[str, Any]) -> None:
         "--batch-weights": asked["batch_weights"] is not None,
         "--context-weights": asked["context_weights"] is not None,
         "--pick": asked["pick"] is not Pick.one_se,
+        "--trace, given more than once,": len(asked["trace"] or ()) > 1,
+        "--latency, given more than once,": len(asked["latency"] or ()) > 1,
     }
     given = [name for name, is_given in exact_only.items() if is_given]
     if given:
         raise InputError(f"{given[0]} belongs to the exact search; leave it out with --acceptance typical.")
-    masks, path = masks_for(asked["trace"])
-    if asked["workload"] is not None:
-        masks = _of_workload(masks, asked["workload"])
-    table, latency_path = _table_for(
-        masks, asked["latency"], asked["objective"], allow_mismatch=asked["allow_mismatch"]
-    )
+    masks, path = masks_for(single(asked["trace"]))
+    masks = of_workload(masks, asked["workload"])
+    table, latency_path = table_for(masks, asked)
     report_typical(masks, path, table, latency_path, settings, asked["out"], as_json=asked["as_json"])
 
 
-def _from_accuracies(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, Origin, dict[str, Any] | None]:
-    """The search on a table of accuracies, which knows no models: a latency table must be named."""
+def _from_accuracies(settings: Settings, asked: dict[str, Any]) -> Answer:
+    """The search on a table of accuracies, which knows no models: a latency table must be named.
+
+    Raises:
+        InputError: several tables are.
+    """
     from topo_search.cli.inputs import LATENCY, require_kind
-    from topo_search.cli.optimized import Origin
+    from topo_search.cli.origins import Origin, single
+    from topo_search.errors import InputError
     from topo_search.estimates import independent
     from topo_search.files.latency_file import read_latency
     from topo_search.search.assess import assess_accuracies
 
-    if asked["latency"] is not None:
-        require_kind(asked["latency"], LATENCY)
-    table = None if asked["latency"] is None else read_latency(asked["latency"])
+    if len(asked["latency"] or ()) > 1:
+        raise InputError("--accuracies is of one heads, so it takes one --latency.")
+    latency_path = single(asked["latency"])
+    if latency_path is not None:
+        require_kind(latency_path, LATENCY)
+    table = None if latency_path is None else read_latency(latency_path)
     found = _accuracies(asked["accuracies"])
     listed = independent(found.rank_table, max(_LISTED, settings.budget), repeat_last=found.repeat_last)
-    origin = Origin(trace=None, trace_path=None, table=table, latency_path=asked["latency"])
-    return assess_accuracies(listed, table, settings), origin, None
+    origin = Origin(trace=None, trace_path=None, table=table, latency_path=latency_path)
+    return assess_accuracies(listed, table, settings), origin, None, None
 
 
 def _accuracies(path: Path) -> AccuracyTable:
@@ -334,82 +359,32 @@ def _accuracies(path: Path) -> AccuracyTable:
     return read_accuracies(path)
 
 
-def _from_trace(settings: Settings, asked: dict[str, Any]) -> tuple[Assessment, Origin, dict[str, Any] | None]:
-    from topo_search.cli.inputs import TRACE, is_shipped, newest_or_shipped, require_kind
-    from topo_search.cli.optimized import Origin
-    from topo_search.errors import InputError
-    from topo_search.files.trace_file import TRACE_SUFFIX, read_trace
-    from topo_search.report.console import note
+def _from_trace(settings: Settings, asked: dict[str, Any]) -> Answer:
+    """The search on recorded ranks: of one heads, or of several to choose among."""
+    from topo_search.cli.origins import entrants_of, origin_of_one, origins_of_several
 
-    trace_path = newest_or_shipped(asked["trace"], TRACE_SUFFIX)
-    if trace_path is None:
-        raise InputError("No rank trace in ./calibration: run topo-search calibrate, or name one with --trace.")
-    require_kind(trace_path, TRACE)
-    ranks = _of_workload(read_trace(trace_path), asked["workload"])
-    note(
-        f"Trace {trace_path}: {len(ranks.prompts)} prompts, {len(ranks.ranks)} positions, "
-        f"{ranks.provenance.get('device', 'unknown device')}, {_made(ranks.provenance)}"
-    )
-    table, latency_path = _table_for(
-        ranks, asked["latency"], asked["objective"], allow_mismatch=asked["allow_mismatch"]
-    )
-    if is_shipped(trace_path) or (latency_path is not None and is_shipped(latency_path)):
-        note("These are the demo's shipped figures, not this device's or your prompts': run topo-search calibrate.")
-    widest = 0 if table is None else max(table.widths(*(batch for batch, _ in settings.batches)), default=0)
-    if widest and settings.budget > widest:
-        note(f"The table ends at width {widest}; topo-search measure --max-width {settings.budget} times more.")
-    origin = Origin(trace=ranks, trace_path=trace_path, table=table, latency_path=latency_path)
+    if max(len(asked["trace"] or ()), len(asked["latency"] or ())) > 1:
+        origins = origins_of_several(asked, settings)
+        among, study = _among(entrants_of(origins), settings, asked)
+        return among.best.found, origins[among.chosen], study, (among, origins)
+    origin = origin_of_one(asked, settings)
+    assert origin.trace is not None
     if asked["strategy"] is Strategy.optuna:
         from topo_search.cli.studying import studied
 
-        assessment, study = studied(ranks, table, settings, asked)
-        return assessment, origin, study
+        assessment, study = studied(origin.trace, origin.table, settings, asked)
+        return assessment, origin, study, None
     from topo_search.search.assess import assess
 
-    return assess(ranks, table, settings), origin, None
+    return assess(origin.trace, origin.table, settings), origin, None, None
 
 
-def _of_workload(trace: Any, workload: str | None) -> Any:
-    """The rank trace, or the accept masks, of one workload's prompts."""
-    from topo_search.errors import InputError
+def _among(entrants: list[Entrant], settings: Settings, asked: dict[str, Any]) -> tuple[Among, dict[str, Any] | None]:
+    """Every heads' answer, compared."""
+    if asked["strategy"] is Strategy.optuna:
+        from topo_search.cli.studying import studied_among
 
-    if workload is None:
-        return trace
-    known = sorted({prompt.workload for prompt in trace.prompts})
-    if workload not in known:
-        raise InputError(f"The trace has no prompts of workload {workload!r}; it has {', '.join(known)}.")
-    return trace.select(lambda prompt: prompt.workload == workload)
+        return studied_among(entrants, settings, asked)
+    from topo_search.search.among import assess_among
 
-
-def _made(provenance: dict[str, Any]) -> str:
-    return f"made {provenance.get('created', 'at an unknown time')}"
-
-
-def _table_for(
-    trace: RankTrace | AcceptTrace, given: Path | None, objective: Objective, *, allow_mismatch: bool
-) -> tuple[LatencyTable | None, Path | None]:
-    """The table given, else the newest one or the demo's; one that nobody named is left out where it does not fit.
-
-    Raises:
-        MismatchError: the table was measured with another target or other heads.
-    """
-    from topo_search.cli.inputs import LATENCY, is_shipped, newest_or_shipped, require_fit, require_kind
-    from topo_search.files.latency_file import LATENCY_SUFFIX, read_latency
-    from topo_search.identity import differing_fields
-    from topo_search.report.console import note
-    from topo_search.report.tables import device_line
-
-    path = newest_or_shipped(given, LATENCY_SUFFIX)
-    if path is None:
-        return None, None
-    require_kind(path, LATENCY)
-    table = read_latency(path)
-    differs = differing_fields(table.target, trace.target) + differing_fields(table.heads, trace.heads)
-    if differs and given is None and (is_shipped(path) or objective is Objective.tokens_per_step):
-        note(f"Latency {path} is of another target or other heads, so it is left out.")
-        return None, None
-    note(f"Latency {path}: {device_line(table)}, {table.mode}, {_made(table.provenance)}")
-    hint = "measure this one with topo-search measure, name its table with --latency"
-    require_fit("The latency table's target", table.target, trace.target, allow_mismatch=allow_mismatch, way_out=hint)
-    require_fit("The latency table's heads", table.heads, trace.heads, allow_mismatch=allow_mismatch, way_out=hint)
-    return table, path
+    return assess_among(entrants, settings), None

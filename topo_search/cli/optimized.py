@@ -3,52 +3,65 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from topo_search.cost import LatencyTable
+from topo_search.cli.origins import Origin
 from topo_search.files.artefacts import file_ref
 from topo_search.files.tree_file import TREE_SUFFIX, MadeFrom, Predicted, TreeFile, write_tree
 from topo_search.provenance import command, now, versions
 from topo_search.report.console import note, stdout
-from topo_search.report.optimized import comparison_table, figure_json, workload_table
+from topo_search.report.optimized import comparison_table, figure_json, heads_table, workload_table
+from topo_search.search.among import Among
 from topo_search.search.assess import Assessment
 from topo_search.search.optimize import CHAIN, PLAIN, TREE, Alternative
-from topo_search.search.verdict import basis, verdict
-from topo_search.trace import RankTrace
+from topo_search.search.verdict import basis, heads_verdict, verdict
+
+Several = tuple[Among, Sequence[Origin]]  # all heads' answers, and the files behind each
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """What an answer was made from."""
-
-    trace: RankTrace | None
-    trace_path: Path | None
-    table: LatencyTable | None
-    latency_path: Path | None
-
-
-def report(found: Assessment, origin: Origin, out: Path, *, as_json: bool, study: dict[str, Any] | None) -> None:
+def report(
+    found: Assessment,
+    origin: Origin,
+    out: Path,
+    *,
+    as_json: bool,
+    study: dict[str, Any] | None,
+    among: Several | None = None,
+) -> None:
     """Write the tree files and print the answer: JSON, or tables and words."""
     files = _write_trees(found, out, _made_from(origin))
     if as_json:
-        print(json.dumps(answer_json(found, files, study), indent=2, allow_nan=False))  # noqa: T201
+        answer = answer_json(found, files, study, heads=_heads(origin), among=among)
+        print(json.dumps(answer, indent=2, allow_nan=False))  # noqa: T201
         return
+    if among is not None:
+        stdout().print(heads_table(among[0]))
     stdout().print(comparison_table(found))
     if found.workloads:
         stdout().print(workload_table(found.workloads))
-    for line in (verdict(found), *_details(found), basis(found.assumptions, found.result.settings)):
+    for line in (_verdict(found, among), *_details(found), basis(found.assumptions, found.result.settings)):
         note(line)
-    for warning in found.warnings:
+    for warning in _warnings(found, among):
         note(f"Warning: {warning}")
     if study:
         note(_study_line(study))
+    _note_files(files)
+
+
+def _note_files(files: dict[str, Path]) -> None:
+    """What was written, and what can be done with it; an alternative without a draft node has no file."""
     for name, file in files.items():
         note(f"Wrote {file} ({name})")
-    tree, chain = files[TREE], files[CHAIN]
+    if not files:
+        note("No tree file: plain decoding has no draft node. Leave out --tree and --chain to decode plainly.")
+        return
+    tree = files.get(TREE, next(iter(files.values())))
+    chain = f" --chain {files[CHAIN]}" if CHAIN in files else ""
     note(f"Next: topo-search show {tree}, topo-search generate --tree {tree} PROMPT, or ")
-    note(f"topo-search bench --tree {tree} --chain {chain}")
+    note(f"topo-search bench --tree {tree}{chain}")
 
 
 def _study_line(study: dict[str, Any]) -> str:
@@ -65,16 +78,33 @@ def _study_line(study: dict[str, Any]) -> str:
     )
 
 
-def answer_json(found: Assessment, files: dict[str, Path], study: dict[str, Any] | None) -> dict[str, Any]:
-    """The answer for machines: the recommended alternative's figures on top; unknown is null."""
+def answer_json(
+    found: Assessment,
+    files: dict[str, Path],
+    study: dict[str, Any] | None,
+    *,
+    heads: dict[str, Any] | None = None,
+    among: Several | None = None,
+) -> dict[str, Any]:
+    """The answer for machines: the recommended alternative's figures on top; unknown is null.
+
+    Args:
+        found: the answer; of the chosen heads where there are several.
+        files: tree files by alternative; one without a draft node has none.
+        study: what a study did.
+        heads: identity of the heads that the answer is for.
+        among: all heads' answers; null where there was nothing to choose.
+    """
     rows = [_row(found, alternative, files.get(alternative.name)) for alternative in found.result.alternatives]
     recommended = next(row for row in rows if row["name"] == found.recommended)
     return {
         **recommended,
         "recommended": found.recommended,
         "alternatives": rows,
-        "verdict": verdict(found),
-        "warnings": list(found.warnings),
+        "heads": heads,
+        "among": [] if among is None else _among_json(*among),
+        "verdict": _verdict(found, among),
+        "warnings": _warnings(found, among),
         "assumptions": asdict(found.assumptions),
         "over_plain": figure_json(found.over_plain),
         "over_runner_up": None
@@ -95,6 +125,35 @@ def answer_json(found: Assessment, files: dict[str, Path], study: dict[str, Any]
         ],
         "study": study,
     }
+
+
+def _among_json(among: Among, origins: Sequence[Origin]) -> list[dict[str, Any]]:
+    """Every heads' recommended alternative, and how much faster that of the chosen heads is."""
+    return [
+        {
+            **_row(standing.found, standing.found.result[standing.found.recommended], None),
+            "heads": _heads(origin),
+            "trace": str(origin.trace_path),
+            "latency": None if origin.latency_path is None else str(origin.latency_path),
+            "chosen": standing is among.best,
+            "chosen_over": None
+            if standing.chosen_over is None
+            else {**(figure_json(standing.chosen_over) or {}), "sure": standing.sure},
+        }
+        for standing, origin in zip(among.standings, origins, strict=True)
+    ]
+
+
+def _heads(origin: Origin) -> dict[str, Any] | None:
+    return None if origin.trace is None else asdict(origin.trace.heads)
+
+
+def _verdict(found: Assessment, among: Several | None) -> str:
+    return verdict(found) if among is None else f"{heads_verdict(among[0])} {verdict(found)}"
+
+
+def _warnings(found: Assessment, among: Several | None) -> list[str]:
+    return [*found.warnings, *(() if among is None else among[0].warnings)]
 
 
 def _row(found: Assessment, own: Alternative, file: Path | None) -> dict[str, Any]:
@@ -194,7 +253,7 @@ def _made_from(origin: Origin) -> MadeFrom:
 def _write_trees(found: Assessment, folder: Path, made_from: MadeFrom) -> dict[str, Path]:
     files = {}
     for alternative in found.result.alternatives:
-        if alternative.name == PLAIN:
+        if not alternative.tree.paths:
             continue
         files[alternative.name] = folder / (alternative.name.replace(" ", "-") + TREE_SUFFIX)
         content = TreeFile(

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from topo_search.errors import InputError
 from topo_search.report.console import note, progress
+from topo_search.search.among import Among, Entrant, assess_among_improved
 from topo_search.search.assess import Assessment, assess_improved
-from topo_search.search.choose import Choice, Settings, allowed_widths
+from topo_search.search.choose import Choice, Settings, allowed_widths, merit
 from topo_search.search.judge import ReplayJudge
 from topo_search.search.replay_objective import ReplayObjective
-from topo_search.search.study import Objective, Space, StudySettings, run_study
+from topo_search.search.study import Arm, Objective, Space, StudyResult, StudySettings, run_study
 from topo_search.tree import Tree
 
 if TYPE_CHECKING:
@@ -48,22 +50,65 @@ def studied(
             return seed
         race = _race(judge.trace, seed, asked) if asked["objective"].value == "race" else None
         objective: Objective = race or ReplayObjective(judge=judge, settings=settings)
-        study = StudySettings(
-            name=_study_name(judge, settings, asked, race),
-            storage=_storage(asked),
-            trials=asked["trials"],
-            seed=settings.seed,
-        )
-        others = [choice.trees[1]] if choice.trees[1].paths else []
-        with progress("Trees tried") as advance:
-            found = run_study(space, objective, [seed, *others], study, progress=advance)
-        told.update({"name": study.name, "storage": study.storage, **asdict(found)})
-        del told["tree"]
-        if not found.reproducible:
-            note("Several processes took part in this study at once: its history is not reproducible.")
+        arm = Arm(space=space, objective=objective, seeds=_seeds(choice))
+        found = _run({trace.heads.name: arm}, _study_name([judge], settings, asked, race), settings, asked, told)
         return found.tree if race is None else _confirmed(race, seed, found.tree, told)
 
     return assess_improved(trace, latency, settings, improve), told
+
+
+def studied_among(
+    entrants: Sequence[Entrant], settings: Settings, asked: dict[str, Any]
+) -> tuple[Among, dict[str, Any]]:
+    """Search on from every heads' exact frontier in one study, and compare the best tree of each on other prompts.
+
+    Args:
+        entrants, settings: as for `assess_among`.
+        asked: the options of `optimize`.
+
+    Raises:
+        InputError: the storage cannot be opened.
+        MismatchError: the traces cannot be compared.
+    """
+    told: dict[str, Any] = {}
+
+    def improve(parts: Sequence[tuple[ReplayJudge, Choice]]) -> list[Tree]:
+        exact = {entrant.name: part for entrant, part in zip(entrants, parts, strict=True)}
+        by_merit = sorted(exact, key=lambda name: (-float(merit(exact[name][1].alternatives, settings)[-1]), name))
+        arms = {}
+        for name in by_merit:
+            judge, choice = exact[name]
+            space = _space(judge, choice, settings)
+            if space is not None and choice.trees[-1].paths:
+                objective = ReplayObjective(judge=judge, settings=settings)
+                arms[name] = Arm(space=space, objective=objective, seeds=_seeds(choice))
+        if not arms:
+            told["tried"] = 0
+            return [choice.trees[-1] for _, choice in parts]
+        name = _study_name([judge for judge, _ in parts], settings, asked, None)
+        best_of = _run(arms, name, settings, asked, told).best_of
+        return [best_of.get(name, choice.trees[-1]) for name, (_, choice) in exact.items()]
+
+    return assess_among_improved(entrants, settings, improve), told
+
+
+def _seeds(choice: Choice) -> list[Tree]:
+    """The exact search's tree, then its chain."""
+    return [choice.trees[-1], *([choice.trees[1]] if choice.trees[1].paths else [])]
+
+
+def _run(
+    arms: dict[str, Arm], name: str, settings: Settings, asked: dict[str, Any], told: dict[str, Any]
+) -> StudyResult:
+    """Run the study of that name, and note in `told` what it did."""
+    study = StudySettings(name=name, storage=_storage(asked), trials=asked["trials"], seed=settings.seed)
+    with progress("Trees tried") as advance:
+        found = run_study(arms, study, progress=advance)
+    told.update({"name": study.name, "storage": study.storage, **asdict(found)})
+    del told["tree"], told["best_of"]
+    if not found.reproducible:
+        note("Several processes took part in this study at once: its history is not reproducible.")
+    return found
 
 
 def _space(judge: ReplayJudge, choice: Choice, settings: Settings) -> Space | None:
@@ -100,19 +145,23 @@ def _storage(asked: dict[str, Any]) -> str:
     return f"sqlite:///{folder / STUDY_FILE}"
 
 
-def _study_name(judge: ReplayJudge, settings: Settings, asked: dict[str, Any], race: RaceObjective | None) -> str:
+def _study_name(
+    judges: Sequence[ReplayJudge], settings: Settings, asked: dict[str, Any], race: RaceObjective | None
+) -> str:
     """One name per question, so that a study is only ever continued with the question that began it."""
     asked_for = asdict(settings)
     if settings.batch_weights is None:
         del asked_for["batch_weights"]  # one batch is the question it has always been
     question: dict[str, Any] = {"settings": asked_for}
-    digest = hashlib.sha256(judge.trace.ranks.tobytes())
-    digest.update(repr(judge.trace.prompts).encode())
-    if race is None:
-        times = judge.times
-        digest.update(repr((times.contexts, sorted(times.draft.ms.items()))).encode())
-        digest.update(repr([(width, ms.tolist()) for width, ms in sorted(times.verify_ms.items())]).encode())
-    else:
+    digest = hashlib.sha256()
+    for judge in sorted(judges, key=lambda judge: judge.trace.heads.fingerprint):  # in whatever order they were given
+        digest.update(judge.trace.ranks.tobytes())
+        digest.update(repr(judge.trace.prompts).encode())
+        if race is None:
+            times = judge.times
+            digest.update(repr((times.contexts, sorted(times.draft.ms.items()))).encode())
+            digest.update(repr([(width, ms.tolist()) for width, ms in sorted(times.verify_ms.items())]).encode())
+    if race is not None:
         from topo_search.device import device_record
 
         question["race"] = [asked["max_new_tokens"], asked["repeats"], [p.digest for p in race.prompts]]

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from topo_search.search.among import Among
 from topo_search.search.assess import Assessment
 from topo_search.search.intervals import Figure, Interval
 from topo_search.search.optimize import PLAIN, Alternative
@@ -41,6 +42,29 @@ def comparison_table(found: Assessment) -> Table:
         shape, *cells = _cells(found, own)
         shown = dict(zip(_COUNTED + _TIMED, cells, strict=True))
         table.add_row(shape, *(shown[name] for name in names))
+    return table
+
+
+def heads_table(among: Among) -> Table:
+    """Heads side by side, each with what is recommended for it, and how many times as fast the chosen ones are."""
+    table = Table(title="Heads, each with its recommended alternative", caption="* chosen; over: how far ahead it is")
+    table.add_column("heads")
+    table.add_column("recommended")
+    names = ("nodes", "tokens_per_step", "tokens/s", "speed-up", "over")
+    for name in names:
+        table.add_column(name, justify="right")
+    for standing in among.standings:
+        found = standing.found
+        own, honest = found.result[found.recommended], found.figures(found.recommended)
+        shown: tuple[float | None, ...] = (own.tokens_per_step, own.tokens_per_s, own.speedup)
+        if honest is not None:
+            figures_ = (honest.tokens_per_step, honest.tokens_per_s, honest.speedup)
+            shown = tuple(None if figure is None else figure.value for figure in figures_)
+        mark = " *" if standing is among.best else ""
+        figures = [_number(shown[0], 3), _number(shown[1], 1), _number(shown[2], 2, " x")]
+        over = _UNKNOWN if standing.chosen_over is None else _figure(standing.chosen_over, 2, " x")
+        nodes = str(own.tree.num_draft_nodes)
+        table.add_row(f"{standing.name}{mark}", found.recommended, nodes, *figures, over)
     return table
 
 
@@ -84,6 +108,10 @@ def _cells(found: Assessment, own: Alternative) -> list[str]:
     step_ms = _UNKNOWN if honest.step_ms is None else f"{honest.step_ms:.1f}"
     rates = [_figure(honest.tokens_per_s, 1), _figure(honest.speedup, 2, " x")]
     return [shape, _figure(honest.tokens_per_step, 3), *scores, step_ms, *rates]
+
+
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return _UNKNOWN if value is None else f"{value:.{digits}f}{unit}"
 
 
 def _figure(figure: Figure | None, digits: int, unit: str = "") -> str:

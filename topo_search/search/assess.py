@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from topo_search.cost import LatencyTable
 from topo_search.estimates import PathProbabilities
@@ -94,6 +94,7 @@ class Assessment:
         workloads: what each workload's own tree loses on the others.
         warnings: in words.
         assumptions: what all of it rests on.
+        held: what the alternatives cost on prompts that did not choose them; null likewise.
     """
 
     result: SearchResult
@@ -107,6 +108,7 @@ class Assessment:
     workloads: tuple[WorkloadRow, ...]
     warnings: tuple[str, ...]
     assumptions: Assumptions
+    held: HeldOut | None = field(default=None, compare=False)
 
     def figures(self, name: str) -> HeldOutFigures | None:
         """The held-out figures of one alternative."""
@@ -147,19 +149,49 @@ def assess_improved(
     Raises:
         InputError: see `optimize`.
     """
+    part = chosen_on_most(trace, latency, settings)
+    return assessed_with(improve(part.chosen_on, part.choice), part, settings)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenOnMost:
+    """The exact search's choice on all folds of prompts but the first.
+
+    Attributes:
+        judge: of all prompts.
+        fold: of each prompt.
+        chosen_on: the judge of the prompts that chose; of all of them where the others have no row.
+        choice: what it chose.
+    """
+
+    judge: ReplayJudge
+    fold: Int[np.ndarray, " prompts"]
+    chosen_on: ReplayJudge
+    choice: Choice
+
+
+def chosen_on_most(trace: RankTrace, latency: LatencyTable | None, settings: Settings) -> ChosenOnMost:
+    """Search on all folds of prompts but the first.
+
+    Raises:
+        InputError: see `optimize`.
+    """
     require_rows(trace)
     fold = fold_of_prompts(trace.prompts, settings.folds, settings.seed)
     judge = ReplayJudge.of(trace, latency, batches=settings.batches, context_weights=settings.context_weights)
     kept = fold != 0
     chosen_on = judge.among(kept) if kept[trace.prompt_of_row].any() else judge
-    choice = choose(chosen_on, settings)
-    tree = improve(chosen_on, choice)
-    alternatives = joined([choice.alternatives.take([0, 1]), chosen_on.score([tree])])
-    result = result_of(replace(choice, alternatives=alternatives), settings)
-    held = hold_out(judge, lambda _: alternatives.trees, fold, scored_folds=[0])
-    left_out = int((fold == 0).sum())
+    return ChosenOnMost(judge=judge, fold=fold, chosen_on=chosen_on, choice=choose(chosen_on, settings))
+
+
+def assessed_with(tree: Tree, part: ChosenOnMost, settings: Settings) -> Assessment:
+    """The answer with `tree` in the place of the best one, scored on the fold left out."""
+    alternatives = joined([part.choice.alternatives.take([0, 1]), part.chosen_on.score([tree])])
+    result = result_of(replace(part.choice, alternatives=alternatives), settings)
+    held = hold_out(part.judge, lambda _: alternatives.trees, part.fold, scored_folds=[0])
+    left_out = int((part.fold == 0).sum())
     texts = "none: a single prompt" if held is None else f"{left_out} prompts held out from choosing"
-    return assessment_of(judge, result, held, split=texts)
+    return assessment_of(part.judge, result, held, split=texts)
 
 
 def assess_accuracies(probabilities: PathProbabilities, latency: LatencyTable | None, settings: Settings) -> Assessment:
@@ -234,6 +266,7 @@ def assessment_of(
         workloads=workloads,
         warnings=(),
         assumptions=_assumptions(trace, latency, settings, split),
+        held=held,
     )
     return replace(found, warnings=tuple(_warnings(found, trace, int(units.max()) + 1)))
 

@@ -4,6 +4,7 @@ The exact frontier is the first trial, so a study never ends below it; on the ad
 A tree is tried once, however many trials propose it, also by several processes that share a storage. With one process
 and a computed objective the same seed gives the same trials, interrupted or not: the sampler is seeded by trial number.
 Processes that work at the same time see each other's pending trees, and their history is not reproducible.
+With several heads to choose among, the heads are one more, categorical parameter, and a trial is a tree of some heads.
 
 Optuna is imported inside functions: `optimize` without it stays instant.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -31,7 +32,7 @@ Progress = Callable[[int, int, str], None]
 
 _ASKS_PER_TREE = 25  # proposals of trees already known, in a row, after which the space counts as exhausted
 _PRUNE_AFTER = 5  # finished trials before a trial can be hopeless for being below their median
-_TREE, _TWIN, _WORKER, _ALONGSIDE = "tree", "twin_of", "worker", "alongside"
+_TREE, _HEADS, _TWIN, _WORKER, _ALONGSIDE = "tree", "heads", "twin_of", "worker", "alongside"
 
 
 class Hopeless(Exception):
@@ -73,23 +74,43 @@ class Space:
         fitting = [size for size in self.sizes if size <= len(family.order)]
         return family.tree(fitting[-1]) if fitting else Tree(())
 
-    def suggested(self, trial: Trial) -> Tree:
-        """The tree that a trial's parameters stand for."""
-        depth = trial.suggest_int("max_depth", 1, self.depth)
-        ranks = [trial.suggest_int(f"ranks_at_{level}", 1, self.ranks, log=True) for level in self._levels]
-        return self.tree(depth, ranks, trial.suggest_int("num_draft_nodes", self.sizes[0], self.sizes[-1]))
+    def suggested(self, trial: Trial, prefix: str = "") -> Tree:
+        """The tree that a trial's parameters, whose names start with `prefix`, stand for."""
+        depth = trial.suggest_int(f"{prefix}max_depth", 1, self.depth)
+        ranks = [trial.suggest_int(f"{prefix}ranks_at_{level}", 1, self.ranks, log=True) for level in self._levels]
+        return self.tree(depth, ranks, trial.suggest_int(f"{prefix}num_draft_nodes", self.sizes[0], self.sizes[-1]))
 
-    def parameters(self, tree: Tree) -> dict[str, int]:
+    def parameters(self, tree: Tree, prefix: str = "") -> dict[str, int]:
         """Parameters whose caps allow `tree`; they stand for it where it is the best tree under them."""
         used = [
             max((path[level - 1] for path in tree.paths if len(path) >= level), default=0) for level in self._levels
         ]
-        ranks = {f"ranks_at_{level}": rank + 1 for level, rank in zip(self._levels, used, strict=True)}
-        return {"max_depth": max(tree.depth, 1), **ranks, "num_draft_nodes": max(tree.num_draft_nodes, self.sizes[0])}
+        ranks = {f"{prefix}ranks_at_{level}": rank + 1 for level, rank in zip(self._levels, used, strict=True)}
+        size = max(tree.num_draft_nodes, self.sizes[0])
+        return {f"{prefix}max_depth": max(tree.depth, 1), **ranks, f"{prefix}num_draft_nodes": size}
 
     @property
     def _levels(self) -> range:
         return range(1, self.depth + 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One heads' part of a study.
+
+    Attributes:
+        space: what may be proposed.
+        objective: what to make largest; comparable with those of other heads.
+        seeds: tried before anything else.
+    """
+
+    space: Space
+    objective: Objective
+    seeds: Sequence[Tree]
+
+
+Arms = Mapping[str, Arm]  # by the heads' name; the first arm's first seed is the tree to beat
+Candidate = tuple[str, Tree]  # heads, tree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,15 +135,19 @@ class StudyResult:
     """What a study found.
 
     Attributes:
-        tree, value: the best tree tried; the earliest of equals, so the seed unless something beats it.
+        heads, tree, value: the best tree tried and its heads; the earliest of equals, so the seed unless something
+            beats it.
+        best_of: the best tree tried of each heads.
         seed_value: of the first seed.
         known: distinct trees that earlier runs had tried.
         tried, pruned: distinct trees finished, and how many of them were given up as hopeless.
         reproducible: false where several processes worked at the same time.
     """
 
+    heads: str
     tree: Tree
     value: float
+    best_of: Mapping[str, Tree]
     seed_value: float
     known: int
     tried: int
@@ -130,20 +155,11 @@ class StudyResult:
     reproducible: bool
 
 
-def run_study(
-    space: Space,
-    objective: Objective,
-    seeds: Sequence[Tree],
-    settings: StudySettings,
-    *,
-    progress: Progress | None = None,
-) -> StudyResult:
+def run_study(arms: Arms, settings: StudySettings, *, progress: Progress | None = None) -> StudyResult:
     """Try trees until the study holds `settings.trials` distinct ones, or proposes no new one.
 
     Args:
-        space: what may be proposed.
-        objective: what to make largest.
-        seeds: tried before anything else; the first is the tree to beat.
+        arms: what may be proposed and how it is valued, by heads; all seeds are tried, so the study ends below none.
         settings: storage, name, length and seed.
         progress: called after each tree with trees finished, wanted, and a remark.
 
@@ -154,20 +170,27 @@ def run_study(
         raise InputError(f"A study of {settings.trials} trials is none; give --trials of at least 1.")
     study = open_study(settings)
     known = len(_distinct(study))
-    abandoned = _release_abandoned(study)
-    if not any(trial.user_attrs.get("seed") == 0 for trial in _distinct(study)):
-        for index, tree in enumerate(seeds):
-            _try(study, _enqueued(study, space, tree, seed=index), tree, objective)
-    for tree in abandoned:
-        _try(study, _enqueued(study, space, tree), tree, objective)
+    abandoned = _release_abandoned(study, arms)
+    for index, candidate in _seeds_to_try(study, arms):
+        _try(study, _enqueued(study, arms, candidate, seed=index), candidate, arms)
+    for candidate in abandoned:
+        _try(study, _enqueued(study, arms, candidate), candidate, arms)
     while (done := len(_distinct(study))) < settings.trials:
-        asked = ask_new_tree(study, space, settings.seed)
+        asked = ask_new_tree(study, arms, settings.seed)
         if asked is None:
             break
-        _try(study, *asked, objective)
+        _try(study, *asked, arms)
         if progress:
             progress(done + 1, settings.trials, f"best {study.best_value:.4g}")
-    return _result(study, known)
+    return _result(study, arms, known)
+
+
+def _seeds_to_try(study: Study, arms: Arms) -> list[tuple[int, Candidate]]:
+    """Seeds by number that were not finished before and that no process is at; the first one must be finished."""
+    numbered = list(enumerate((heads, tree) for heads, arm in arms.items() for tree in arm.seeds))
+    finished = {trial.user_attrs.get("seed") for trial in _distinct(study)}
+    running = {t.user_attrs.get("seed") for t in study.get_trials(deepcopy=False) if not t.state.is_finished()}
+    return [(index, seed) for index, seed in numbered if index not in finished | (running - {0})]
 
 
 def open_study(settings: StudySettings) -> Study:
@@ -196,21 +219,26 @@ def open_study(settings: StudySettings) -> Study:
         ) from None
 
 
-def ask_new_tree(study: Study, space: Space, seed: int) -> tuple[Trial, Tree] | None:
-    """A trial whose tree no other trial has, pending ones included; None where the space seems exhausted.
+def ask_new_tree(study: Study, arms: Arms, seed: int) -> tuple[Trial, Candidate] | None:
+    """A trial whose tree no other of the same heads has, pending ones included; None where the space seems exhausted.
 
-    A proposal of a known tree is told the known value at once, so that the sampler learns from it.
+    A proposal of a known tree is told the known value at once, so that the sampler learns from it. A sampler that keeps
+    to heads whose trees are all known leaves others unexplored, so each heads' space is then drawn from at random.
     """
     from optuna.trial import TrialState
 
-    for _ in range(_ASKS_PER_TREE):
-        study.sampler = _sampler(seed, len(study.get_trials(deepcopy=False)))
+    names = sorted(arms)
+    drawn = names * _ASKS_PER_TREE if len(names) > 1 else []
+    for heads in [None] * _ASKS_PER_TREE + drawn:
+        study.sampler = _sampler(seed, len(study.get_trials(deepcopy=False)), at_random=heads is not None)
+        if heads is not None:
+            study.enqueue_trial({_HEADS: heads})
         trial = study.ask()
-        tree = space.suggested(trial)
-        _claim(study, trial, tree)
-        twin = _earlier_twin(study, trial, tree)
-        if twin is None and tree.paths:
-            return trial, tree
+        candidate = _suggested(arms, trial)
+        _claim(study, trial, candidate, arms)
+        twin = _earlier_twin(study, trial, _claimed_by(candidate, arms))
+        if twin is None and candidate[1].paths:
+            return trial, candidate
         trial.set_user_attr(_TWIN, -1 if twin is None else twin.number)
         if twin is not None and twin.state == TrialState.COMPLETE:
             study.tell(trial, twin.value)
@@ -219,45 +247,68 @@ def ask_new_tree(study: Study, space: Space, seed: int) -> tuple[Trial, Tree] | 
     return None
 
 
-def _sampler(seed: int, number: int) -> Any:
-    from optuna.samplers import TPESampler
+def _sampler(seed: int, number: int, *, at_random: bool = False) -> Any:
+    from optuna.samplers import RandomSampler, TPESampler
 
-    return TPESampler(seed=(seed * 1_000_003 + number) % 2**32)
+    return (RandomSampler if at_random else TPESampler)(seed=(seed * 1_000_003 + number) % 2**32)
 
 
-def _enqueued(study: Study, space: Space, tree: Tree, *, seed: int | None = None) -> Trial:
+def _suggested(arms: Arms, trial: Trial) -> Candidate:
+    """The heads and the tree that a trial's parameters stand for."""
+    heads = next(iter(arms)) if len(arms) == 1 else str(trial.suggest_categorical(_HEADS, sorted(arms)))
+    return heads, arms[heads].space.suggested(trial, _prefix(arms, heads))
+
+
+def _prefix(arms: Arms, heads: str) -> str:
+    """Every heads have parameters of their own: their depths and ranks reach differently far."""
+    return "" if len(arms) == 1 else f"{heads} "
+
+
+def _enqueued(study: Study, arms: Arms, candidate: Candidate, *, seed: int | None = None) -> Trial:
     """A trial that stands for the given tree, whatever tree its parameters would give; `seed` numbers the seeds."""
-    study.enqueue_trial(space.parameters(tree))
+    heads, tree = candidate
+    choice = {} if len(arms) == 1 else {_HEADS: heads}
+    study.enqueue_trial({**choice, **arms[heads].space.parameters(tree, _prefix(arms, heads))})
     trial = study.ask()
-    space.suggested(trial)  # reads the queued parameters, so that the sampler knows where the seed lies
-    _claim(study, trial, tree)
+    _suggested(arms, trial)  # reads the queued parameters, so that the sampler knows where the seed lies
+    _claim(study, trial, candidate, arms)
     if seed is not None:
         trial.set_user_attr("seed", seed)
     return trial
 
 
-def _claim(study: Study, trial: Trial, tree: Tree) -> None:
-    trial.set_user_attr(_TREE, json.dumps(tree.paths))
+def _claimed_by(candidate: Candidate, arms: Arms) -> dict[str, str]:
+    """The tree, and where there are several the heads, as a trial stores them: no two trials may try the same."""
+    heads, tree = candidate
+    return {_TREE: json.dumps(tree.paths), **({} if len(arms) == 1 else {_HEADS: heads})}
+
+
+def _claim(study: Study, trial: Trial, candidate: Candidate, arms: Arms) -> None:
+    for name, value in _claimed_by(candidate, arms).items():
+        trial.set_user_attr(name, value)
     trial.set_user_attr(_WORKER, f"{socket.gethostname()}:{os.getpid()}")
     mine = trial.user_attrs[_WORKER]
     running = (other for other in study.get_trials(deepcopy=False) if not other.state.is_finished())
     trial.set_user_attr(_ALONGSIDE, any(other.user_attrs.get(_WORKER, mine) != mine for other in running))
 
 
-def _earlier_twin(study: Study, trial: Trial, tree: Tree) -> FrozenTrial | None:
-    """The first other trial of the same tree: finished, or pending with a lower number, so one of two goes on."""
+def _earlier_twin(study: Study, trial: Trial, mine: dict[str, str]) -> FrozenTrial | None:
+    """The first other trial of that tree and heads: finished, or pending with a lower number, so one of two goes on."""
     from optuna.trial import TrialState
 
-    text = json.dumps(tree.paths)
     for other in study.get_trials(deepcopy=False):
-        if other.number < trial.number and other.user_attrs.get(_TREE) == text and other.state != TrialState.FAIL:
+        same = all(other.user_attrs.get(name) == value for name, value in mine.items())
+        if same and other.number < trial.number and other.state != TrialState.FAIL:
             return other
     return None
 
 
-def _try(study: Study, trial: Trial, tree: Tree, objective: Objective) -> None:
+def _try(study: Study, trial: Trial, candidate: Candidate, arms: Arms) -> None:
     """Value a tree, or give it up: at once where its ceiling is below the best, or between rounds."""
     from optuna.trial import TrialState
+
+    heads, tree = candidate
+    objective = arms[heads].objective
 
     def report(step: int, value: float) -> None:
         trial.report(value, step)
@@ -286,18 +337,22 @@ def _distinct(study: Study) -> list[FrozenTrial]:
     return [t for t in study.get_trials(deepcopy=False, states=finished) if _TWIN not in t.user_attrs]
 
 
-def _release_abandoned(study: Study) -> list[Tree]:
+def _release_abandoned(study: Study, arms: Arms) -> list[Candidate]:
     """Give up pending trials of this machine whose process has ended; returns their trees, to be tried again."""
     from optuna.trial import TrialState
 
-    trees = []
+    found = []
     for trial in study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
         host, _, pid = str(trial.user_attrs.get(_WORKER, "")).rpartition(":")
         if host == socket.gethostname() and not _alive(int(pid)):
             study.tell(trial.number, state=TrialState.FAIL)
             if "seed" not in trial.user_attrs:
-                trees.append(Tree.parse(json.loads(trial.user_attrs[_TREE])))
-    return trees
+                found.append(_candidate(trial, arms))
+    return found
+
+
+def _candidate(trial: FrozenTrial, arms: Arms) -> Candidate:
+    return trial.user_attrs.get(_HEADS, next(iter(arms))), Tree.parse(json.loads(trial.user_attrs[_TREE]))
 
 
 def _alive(pid: int) -> bool:
@@ -310,16 +365,21 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _result(study: Study, known: int) -> StudyResult:
+def _result(study: Study, arms: Arms, known: int) -> StudyResult:
     found = _distinct(study)
     complete = [trial for trial in found if trial.value is not None and trial.state.name == "COMPLETE"]
-    best = max(complete, key=lambda trial: (trial.value, -trial.number))
+    ranked = sorted(complete, key=lambda trial: (trial.value, -trial.number))
+    best_of = dict(_candidate(trial, arms) for trial in ranked)  # the last of each heads stays
+    best = ranked[-1]
+    heads, tree = _candidate(best, arms)
     seed = next(trial for trial in complete if trial.user_attrs.get("seed") == 0)
     assert best.value is not None
     assert seed.value is not None
     return StudyResult(
-        tree=Tree.parse(json.loads(best.user_attrs[_TREE])),
+        heads=heads,
+        tree=tree,
         value=best.value,
+        best_of=best_of,
         seed_value=seed.value,
         known=known,
         tried=len(found),

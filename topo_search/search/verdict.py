@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from topo_search.search.among import Among, Standing
 from topo_search.search.assess import Assessment, Assumptions
 from topo_search.search.choose import Settings
 from topo_search.search.intervals import Figure
@@ -11,6 +12,17 @@ from topo_search.search.optimize import PLAIN, TREE
 def verdict(found: Assessment) -> str:
     """What to use and why, in a few sentences."""
     return f"{_what(found)} {scope(found.assumptions)}"
+
+
+def heads_verdict(among: Among) -> str:
+    """Which heads to use, by how much, how sure."""
+    names, best = [standing.name for standing in among.standings], among.best
+    if best.found.recommended == PLAIN:
+        return f"Of {', '.join(names)}, no heads beat plain decoding here."
+    of_steps = best.found.result.settings.objective == "tokens-per-step"
+    what = "Heads of most tokens per step" if of_steps else "Fastest heads"
+    others = [_over(best, other, of_steps=of_steps) for other in among.standings if other is not best]
+    return f"{what}: {best.name} with the {best.found.recommended}: {'; '.join(others)}."
 
 
 def scope(held: Assumptions) -> str:
@@ -90,6 +102,24 @@ def _asked_for(found: Assessment) -> str:
         return f"{words} Width {own.tree.verify_width} has no time, so nothing is said about speed."
     slower = ", so plain decoding is faster" if speed < 1 else ""
     return f"{words} By the measured step times it is {speed:.2f} times plain decoding{slower}."
+
+
+def _over(best: Standing, other: Standing, *, of_steps: bool) -> str:
+    """How far ahead of other heads the best ones are."""
+    against = f"{other.name} with the {other.found.recommended}"
+    if other.found.recommended == PLAIN:
+        against = f"plain decoding, which {other.name} does not beat"
+    if other.chosen_over is not None:
+        sure = "" if other.sure is None else f", {_percent(other.sure)} sure"
+        return f"{_times(other.chosen_over)} {against}{sure}"
+    own, theirs = (standing.found.result[standing.found.recommended] for standing in (best, other))
+    if of_steps:
+        times = own.tokens_per_step / theirs.tokens_per_step
+    elif other.found.recommended == PLAIN:
+        times = own.speedup or 0.0
+    else:
+        times = (own.tokens_per_s or 0.0) / (theirs.tokens_per_s or 1.0)
+    return f"{times:.2f} times {against}, by their own scores"
 
 
 def _per_step(figure: Figure) -> str:
