@@ -79,11 +79,17 @@ _SEARCH, _SURE, _STUDY = "Search", "How sure", "Optuna"
 BudgetOption = Annotated[int, typer.Option(help="Most tokens verified per step, root included.")]
 TraceFiles = Annotated[
     list[Path] | None,
-    typer.Option(help="Rank trace; the newest in ./calibration by default. Given once per heads: chooses among them."),
+    typer.Option(
+        metavar="<path>",
+        help="Rank trace; the newest in ./calibration by default. Given once per heads: chooses among them.",
+    ),
 ]
 LatencyFiles = Annotated[
     list[Path] | None,
-    typer.Option(help="Latency table; the newest in ./calibration by default. Of several heads, one for each trace."),
+    typer.Option(
+        metavar="<path>",
+        help="Latency table; the newest in ./calibration by default. Of several heads, one for each trace.",
+    ),
 ]
 AccuraciesOption = Annotated[
     Path | None, typer.Option(help="Accuracy table instead of a trace: per depth the probability of each rank.")

@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from topo_search.accepts import AcceptTrace
 from topo_search.cli.inputs import (
     LATENCY,
     TRACE,
@@ -28,6 +27,9 @@ from topo_search.report.tables import device_line
 from topo_search.search.among import Entrant, differing_devices
 from topo_search.search.choose import Settings
 from topo_search.trace import RankTrace
+
+if TYPE_CHECKING:
+    from topo_search.accepts import AcceptTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
