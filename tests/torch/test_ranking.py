@@ -118,3 +118,15 @@ def test_any_leading_shape() -> None:
     assert found[1, 2].tolist() == by_definition(scores[1, 2], 5)
     assert top_tokens(scores[0, 0], 5).tolist() == by_definition(scores[0, 0], 5)
     assert best_token(scores)[0, 1] == by_definition(scores[0, 1], 1)[0]
+
+
+@pytest.mark.parametrize("vocab", [8192, 8224, 8193])
+def test_the_best_of_a_wide_vocabulary_is_that_of_argmax(vocab: int) -> None:
+    """By blocks where they divide the vocabulary: ties in and across blocks, infinities, and what is no number."""
+    drawn = torch.Generator().manual_seed(3)
+    scores = torch.randint(-40, 3, (2, 12, vocab), generator=drawn).float()
+    scores[0, 0], scores[0, 1, 5000], scores[0, 2, [70, 4000]], scores[0, 3, 300] = -INF, 9.0, 9.0, INF
+    scores[0, 4, [4500, 8000]], scores[0, 5, vocab - 1] = float("nan"), float("nan")
+    for dtype in DTYPES:
+        assert torch.equal(best_token(scores.to(dtype)), scores.to(dtype).argmax(dim=-1))
+        assert int(best_token(scores[0, 2].to(dtype))) == 70
