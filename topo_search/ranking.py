@@ -35,7 +35,7 @@ def top_tokens(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, 
 def best_token(scores: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
     """The token of rank 0 of each row: the target's greedy choice; one that is no number comes before all others.
 
-    On a CPU `argmax` compares number by number; the maxima of blocks are vectorised, four times as fast for a wide tree.
+    On a CPU `argmax` compares number by number; maxima of blocks are vectorised, four times as fast for a wide tree.
     """
     vocab = scores.shape[-1]
     block = next((size for size in _BLOCKS if vocab % size == 0), 0) if scores.device.type == "cpu" else 0
@@ -44,7 +44,8 @@ def best_token(scores: Float[Tensor, "*rows vocab"]) -> Int[Tensor, "*rows"]:
     blocks = scores.unflatten(-1, (-1, block))
     first = blocks.amax(dim=-1).argmax(dim=-1)
     inside = blocks.gather(-2, first[..., None, None].expand(*first.shape, 1, block))[..., 0, :].argmax(dim=-1)
-    return first * block + inside
+    token: Tensor = first * block + inside
+    return token
 
 
 def _among_candidates(scores: Float[Tensor, "*rows vocab"], count: int) -> Int[Tensor, "*rows count"] | None:

@@ -35,11 +35,10 @@ class _SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write new tokens behind the committed ones and return views of all."""
         assert self.keys is not None and self.values is not None
-        start = self._owner.length
-        end = start + key_states.shape[-2]
-        self.keys[:, :, start:end] = key_states
-        self.values[:, :, start:end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        start, count = self._owner.length, key_states.shape[-2]
+        self.keys.narrow(2, start, count).copy_(key_states)
+        self.values.narrow(2, start, count).copy_(value_states)
+        return self.keys.narrow(2, 0, start + count), self.values.narrow(2, 0, start + count)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the keys that a mask must cover."""

@@ -12,11 +12,13 @@ Made from `FusedLayer`s, hence Llama-like models in fp32 on a CPU only. Function
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, no_type_check
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -39,7 +41,8 @@ _library = torch.library.Library("topo_search", "DEF")
 _library.define("product(Tensor inputs, int module) -> Tensor")
 _library.define("product_plus(Tensor inputs, Tensor residual, int module) -> Tensor")
 _library.define("attend(Tensor turned, Tensor values, Tensor residual, int layer) -> Tensor")
-_modules: WeakValueDictionary[int, Any] = WeakValueDictionary()  # a graph names modules by number
+_modules: dict[int, Any] = {}  # a graph names modules by number; weak values would cost every call microseconds
+_counter = itertools.count()
 _numbers: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 _passes: WeakKeyDictionary[nn.Module, CompiledPass] = WeakKeyDictionary()
 
@@ -175,8 +178,9 @@ def _product(linear: Any, inputs: Tensor) -> Tensor:
 @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
 def _number(module: nn.Module) -> int:
     if module not in _numbers:
-        number = 1 + max(_numbers.values(), default=0)
-        _numbers[module], _modules[number] = number, module
+        number = next(_counter)
+        _numbers[module], _modules[number] = number, weakref.proxy(module)
+        weakref.finalize(module, _modules.pop, number)
     return _numbers[module]
 
 

@@ -75,6 +75,8 @@ class FusedLayer(nn.Module):
         gate, up = self.gate_up(self.post_attention_norm(hidden_states)).chunk(2, dim=-1)
         return self.down.plus(functional.silu(gate).mul_(up), hidden_states)
 
+    __call__ = forward  # without torch's hooks
+
     def attend(
         self,
         turned: Float[Tensor, "batch width heads head_dim"],
@@ -114,13 +116,17 @@ class FusedNorm(nn.Module):
             weight if head_dim is None else weight.view(2, -1).T.flatten().clone(), requires_grad=False
         )
         self.share, self.epsilon = 1.0 / weight.numel(), float(norm.variance_epsilon)
-        self.eps = nn.Buffer(torch.tensor(norm.variance_epsilon, dtype=weight.dtype), persistent=False)
+        eps = torch.tensor(norm.variance_epsilon, dtype=weight.dtype)
+        self._operands = (self.weight, eps)  # a tuple is found at once, where torch looks parameters up by name
 
     def forward(self, inputs: Float[Tensor, "*rows hidden"]) -> Float[Tensor, "*rows hidden"]:
         """As the norm it was made from."""
+        weight, eps = self._operands
         length = torch.linalg.vector_norm(inputs, dim=-1, keepdim=True)
-        scale = torch.addcmul(self.eps, length, length, value=self.share).rsqrt_()
-        return (inputs * scale).mul_(self.weight)
+        scale = torch.addcmul(eps, length, length, value=self.share).rsqrt_()
+        return (inputs * scale).mul_(weight)
+
+    __call__ = forward  # without torch's hooks
 
 
 class FusedRotary(nn.Module):
