@@ -515,6 +515,12 @@ def test_sampling_from_calibration_to_text(run: Run, model: list[object], prompt
     )
     code, _, err = run("optimize", "--trace", trace, "--objective", "tokens-per-step", "--budget", 4)
     assert code == 0, err
+    greedy, sampled = "greedy acceptance at temperature 0", "sample acceptance at temperature 0.7, top-k 20"
+    assert "best-tree.tree.json was a tree for" not in err
+    quick = ["--objective", "tokens-per-step", "--budget", 4]
+    assert run("optimize", *quick, "--trace", packaged("calibration/demo/demo.trace.safetensors"))[0] == 0
+    _, _, err = run("optimize", *quick, "--trace", trace)
+    assert f"trees/best-tree.tree.json was a tree for {greedy}, and is now one for {sampled}." in " ".join(err.split())
     asked = ["generate", "w1 w2", *model, "--max-new-tokens", 12]
     code, first, err = run(*asked, *drawn, "--seed", 5)
     assert code == 0, err

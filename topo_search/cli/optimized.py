@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from topo_search.cli.origins import Origin
+from topo_search.errors import TopoSearchError
 from topo_search.files.artefacts import file_ref
-from topo_search.files.tree_file import TREE_SUFFIX, MadeFrom, Predicted, TreeFile, write_tree
+from topo_search.files.tree_file import TREE_SUFFIX, MadeFrom, Predicted, TreeFile, read_tree, write_tree
+from topo_search.identity import differing_fields
 from topo_search.provenance import command, now, versions
 from topo_search.report.console import note, stdout
 from topo_search.report.optimized import comparison_table, figure_json, heads_table, workload_table
@@ -48,20 +50,20 @@ def report(
         note(f"Warning: {warning}")
     if study:
         note(_study_line(study))
-    _note_files(files)
+    _note_files(files, found.recommended)
 
 
-def _note_files(files: dict[str, Path]) -> None:
+def _note_files(files: dict[str, Path], recommended: str) -> None:
     """What was written, and what can be done with it; an alternative without a draft node has no file."""
     for name, file in files.items():
         note(f"Wrote {file} ({name})")
     if not files:
         note("No tree file: plain decoding has no draft node. Leave out --tree and --chain to decode plainly.")
         return
-    tree = files.get(TREE, next(iter(files.values())))
+    tree = files.get(recommended) or files.get(TREE, next(iter(files.values())))
     chain = f" --chain {files[CHAIN]}" if CHAIN in files else ""
     note(f"Next: topo-search show {tree}, topo-search generate --tree {tree} PROMPT, or ")
-    note(f"topo-search bench --tree {tree}{chain}")
+    note(f"topo-search bench --tree {files.get(TREE, tree)}{chain}")
 
 
 def _study_line(study: dict[str, Any]) -> str:
@@ -263,5 +265,19 @@ def _write_trees(found: Assessment, folder: Path, made_from: MadeFrom) -> dict[s
             predicted=_shown(found, alternative),
             made_from=made_from,
         )
+        _note_replaced(files[alternative.name], made_from)
         write_tree(files[alternative.name], content)
     return files
+
+
+def _note_replaced(path: Path, made_from: MadeFrom) -> None:
+    """Say where a tree of another rule is written over: `generate` will ask for other settings from now on."""
+    if not path.exists() or made_from.rule is None:
+        return
+    try:
+        before = read_tree(path).made_from
+    except TopoSearchError:
+        return
+    rule = None if before is None else before.rule
+    if rule is not None and differing_fields(rule, made_from.rule, ignore=("seed",)):
+        note(f"{path} was a tree for {rule.in_words}, and is now one for {made_from.rule.in_words}.")

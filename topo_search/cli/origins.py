@@ -54,8 +54,13 @@ def origin_of_one(asked: dict[str, Any], settings: Settings) -> Origin:
         raise InputError("No rank trace in ./calibration: run topo-search calibrate, or name one with --trace.")
     trace = _read(trace_path, asked["workload"])
     table, latency_path = table_for(trace, asked)
-    if is_shipped(trace_path) or (latency_path is not None and is_shipped(latency_path)):
-        note("These are the demo's shipped figures, not this device's or your prompts': run topo-search calibrate.")
+    shipped = {
+        "The trace is the demo's shipped one, not of your prompts: run topo-search calibrate.": trace_path,
+        "The step times are the demo's shipped ones, not this device's: run topo-search measure.": latency_path,
+    }
+    for words, path in shipped.items():
+        if path is not None and is_shipped(path):
+            note(words)
     _note_narrow(table, settings)
     return Origin(trace=trace, trace_path=trace_path, table=table, latency_path=latency_path)
 
