@@ -55,12 +55,32 @@ class Tree:
 
     @classmethod
     def chain(cls, length: int) -> Tree:
-        """The single path of rank 0, `length` nodes deep; 0 is plain decoding."""
+        """The single path of rank 0, `length` nodes deep; 0 is plain decoding.
+
+        Raises:
+            InputError: `length` is no whole number from 0 on.
+        """
+        if not _is_count(length, least=0):
+            raise InputError(f"A chain's length is {_shown(length)}; it counts nodes, from 0 (plain decoding) on.")
         return cls(tuple((0,) * depth for depth in range(1, length + 1)))
 
     @classmethod
     def dense(cls, branching: Sequence[int]) -> Tree:
-        """Every path with `branching[k]` candidates at depth k + 1; `[3, 2, 2]` has 21 nodes."""
+        """Every path with `branching[k]` candidates at depth k + 1; `[3, 2, 2]` has 21 nodes.
+
+        Raises:
+            InputError: an entry is no whole number from 1 on.
+        """
+        if isinstance(branching, str) or not isinstance(branching, Sequence):
+            raise InputError(
+                f"A dense tree is a list of candidates per depth such as [3, 2, 2], not {_shown(branching)}."
+            )
+        for index, count in enumerate(branching):
+            if not _is_count(count, least=1):
+                raise InputError(
+                    f"Entry {index} of a dense tree is {_shown(count)}; each depth has at least 1 candidate, a whole "
+                    "number. End the list sooner for a shallower tree."
+                )
         levels = range(1, len(branching) + 1)
         return cls(
             tuple(path for level in levels for path in itertools.product(*(range(b) for b in branching[:level])))
@@ -155,11 +175,19 @@ def _checked_path(index: int, entry: Any) -> Path:
     if not path:
         raise InputError(f"Tree entry {index} is empty; the root is implied and never listed.")
     for rank in path:
-        if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        if not _is_whole(rank):
             raise InputError(f"Tree entry {index} is {_shown(entry)}: rank {_shown(rank)} is not an integer.")
         if rank < 0:
             raise InputError(f"Tree entry {index} is {_shown(entry)}: rank {rank} is negative; ranks start at 0.")
     return tuple(int(rank) for rank in path)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_count(value: Any, *, least: int) -> bool:
+    return _is_whole(value) and bool(value >= least)
 
 
 def _check_distinct(paths: Sequence[Path]) -> None:

@@ -88,6 +88,21 @@ def test_chain_and_dense() -> None:
     assert (Tree(()).depth, Tree(()).max_rank) == (0, -1)
 
 
+@pytest.mark.parametrize(("branching", "entry"), [([0], 0), ([-1], 0), ([2, 0], 1), ([True], 0)])
+def test_a_depth_without_candidates_is_refused(branching: list[int], entry: int) -> None:
+    """It would be another tree than the one asked for, the empty one first of all."""
+    with pytest.raises(
+        InputError, match=f"Entry {entry} of a dense tree is {branching[entry]}; each depth has at least"
+    ):
+        Tree.dense(branching)
+
+
+@pytest.mark.parametrize("length", [-1, True])
+def test_a_chain_has_a_length(length: int) -> None:
+    with pytest.raises(InputError, match=f"A chain's length is {length}; it counts nodes"):
+        Tree.chain(length)
+
+
 def test_leaves_are_the_paths_without_children() -> None:
     assert Tree.parse([[0], [1], [0, 0], [0, 2], [0, 2, 1]]).leaves == ((1,), (0, 0), (0, 2, 1))
 
