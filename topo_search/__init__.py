@@ -5,6 +5,9 @@ The names below are loaded when first used, so importing the package stays cheap
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +83,25 @@ __all__ = [
 ]
 
 
+_NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao wherever it is installed
+
+
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    with _quiet_imports():
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+@contextmanager
+def _quiet_imports() -> Iterator[None]:
+    """Without torchao's warnings about kernels for other devices; the loggers are left as they were."""
+    loggers = [logging.getLogger(name) for name in _NOISY]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

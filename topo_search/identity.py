@@ -7,6 +7,7 @@ weights are loaded (`target.fingerprint`, `heads.checkpoints`).
 from __future__ import annotations
 
 import math
+import numbers
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -137,17 +138,17 @@ def sampling_rule(
     """The rule of these settings, equal for equal behaviour: temperature 0 is greedy, and neutral filters are none.
 
     Raises:
-        InputError: a value is out of range.
+        InputError: a value is no number or out of range.
     """
     given = RuleIdentity(
         rule="sample",
-        temperature=float(temperature),
-        top_k=None if top_k == 0 else top_k,  # as in transformers, 0 is off
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
+        temperature=_number("temperature", temperature),
+        top_k=None if top_k is None else _whole("top_k", top_k) or None,  # as in transformers, 0 is off
+        top_p=None if top_p is None else _number("top_p", top_p),
+        min_p=None if min_p is None else _number("min_p", min_p),
+        seed=_whole("seed", seed),
         noise=NOISE,
-        noise_share=float(noise_share),
+        noise_share=_number("noise_share", noise_share),
     )
     if not given.samples:
         return GREEDY
@@ -174,10 +175,23 @@ def typical_rule(
     """
     drawn = sampling_rule(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
     base = drawn if drawn.samples else replace(drawn, temperature=1.0, seed=seed, noise=NOISE)  # to check the rest
-    found = replace(base, rule=TYPICAL, epsilon=float(epsilon), delta=float(delta), bonus=bonus)
+    epsilon, delta = _number("epsilon", epsilon), _number("delta", delta)
+    found = replace(base, rule=TYPICAL, epsilon=epsilon, delta=delta, bonus=bonus)
     if not drawn.samples:
         return GREEDY
     return replace(found, seed=None, noise=None) if bonus == "greedy" else found
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise InputError(f"{name} is {value!r}; it must be a number.")
+    return float(value)
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InputError(f"{name} is {value!r}; it must be a whole number.")
+    return int(value)
 
 
 def _check_typical(rule: RuleIdentity) -> None:

@@ -129,7 +129,7 @@ def test_processors_of_transformers_are_applied_to_each_row() -> None:
     [
         ([], {}, "There are 0 prompts and 0 requests; give at least 1"),
         (PROMPTS, {"requests": [1, 2]}, "There are 4 prompts and 2 requests"),
-        ([(1, 2), ()], {}, "The prompt has no token"),
+        ([(1, 2), ()], {}, r"prompts\[1\] has no token"),
         ([(1, 2), (99,)], {}, "token id 99, outside the target's vocabulary"),
         (PROMPTS, {"processors": [lambda ids, scores: scores]}, "function may keep a state that the rows of a batch"),
     ],

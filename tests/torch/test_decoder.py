@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from models import (
@@ -32,7 +33,8 @@ from models import (
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import GenerationConfig, Phi3Config
 
-from topo_search.decode.decoder import Decoded, TreeDecoder, single_prompt
+from topo_search.decode.arguments import one_prompt
+from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.errors import InputError
 from topo_search.heads.medusa import MedusaHeads
 from topo_search.reference import generate_plain, greedy_settings, neutralised
@@ -295,9 +297,11 @@ def test_prompts_that_cannot_be_decoded_are_refused(prompt: list[int], cap: int,
 
 def test_tensors_of_one_prompt_are_taken_and_batches_refused() -> None:
     """FIELD-CASES 70."""
-    assert single_prompt(torch.tensor([[4, 5]])) == single_prompt(torch.tensor([4, 5])) == [4, 5]
+    target = target_of("llama")
+    for prompt in (torch.tensor([[4, 5]]), torch.tensor([4, 5]), np.array([4, 5]), list(torch.tensor([4, 5]))):
+        assert one_prompt(prompt, target) == [4, 5]
     with pytest.raises(InputError, match=r"batch 1 only.*\(2, 3\)"):
-        single_prompt(torch.zeros(2, 3, dtype=torch.long))
+        one_prompt(torch.zeros(2, 3, dtype=torch.long), target)
 
 
 def test_ids_beyond_the_tokenizer_are_never_drafted_or_decoded() -> None:

@@ -16,7 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from topo_search.decode.decoder import Decoded, DecodeSettings, Prompt, TreeDecoder, single_prompt
+from topo_search.decode.arguments import prompt_list, request_number
+from topo_search.decode.decoder import Decoded, DecodeSettings, Prompt, TreeDecoder, require_decoder
 from topo_search.decode.plan import TreePlan, plan_tree
 from topo_search.decode.processors import require_stateless
 from topo_search.decode.rows import RowCache
@@ -35,38 +36,48 @@ def decode_batch(
     requests: Sequence[int] | None = None,
     **settings: Unpack[DecodeSettings],
 ) -> list[Decoded]:
-    """The answers to several prompts, in their order, each that of `decoder.generate` alone.
+    """The answers to several prompts, in their order, each that of `decoder.generate` alone with the row's request.
 
     Args:
         decoder: its target, heads and tree serve all rows.
         prompts: token ids of each, of any lengths.
         max_new_tokens: exact cap of every answer, at least 1.
-        requests: number of each row's sequence, its index by default; a row's slot in the batch plays no part.
+        requests: number of each row's sequence, its index by default (0 where a prompt is decoded alone); a row's slot
+            in the batch plays no part.
         **settings: of every row; see `DecodeSettings`, without `request`.
 
     Raises:
-        InputError: there is no prompt, one cannot be decoded, the numbers are not one per prompt, or a logits processor
-            may keep a state that rows would share.
+        InputError: there is no prompt, one cannot be decoded, the numbers are not one per prompt, a setting is unknown
+            or out of range, or a logits processor may keep a state that rows would share.
         CheckError: the target's logits are not finite.
     """
-    numbers = list(range(len(prompts))) if requests is None else list(requests)
-    if not prompts or len(numbers) != len(prompts):
+    require_decoder(decoder)
+    if "request" in settings:
         raise InputError(
-            f"There are {len(prompts)} prompts and {len(numbers)} requests; give at least 1, one for each."
+            "A batch has a number for each row; leave request out, or give requests=[...], one per prompt."
         )
-    require_stateless(
-        settings.get("processors", ()), "the rows of a batch would share", "decode its prompts one by one"
-    )
-    texts = [list(single_prompt(prompt)) for prompt in prompts]
+    asked = decoder.asked(max_new_tokens, settings)
+    require_stateless(asked.processors, "the rows of a batch would share", "decode its prompts one by one")
+    texts = prompt_list(prompts, decoder.target)
+    numbers = _row_numbers(requests, len(texts))
     rows = [
-        Row(index=index, text=text, sampler=decoder.sampler(text, max_new_tokens, {**settings, "request": number}))
+        Row(index=index, text=text, sampler=decoder.sampler(text, asked, request=number))
         for index, (text, number) in enumerate(zip(texts, numbers, strict=True))
     ]
     with torch.inference_mode():
-        batch = Batch.start(decoder, rows, max_new_tokens)
+        batch = Batch.start(decoder, rows, asked.max_new_tokens)
         while batch.rows:
             batch.step()
     return [row.decoded() for row in rows]
+
+
+def _row_numbers(requests: Sequence[int] | None, rows: int) -> list[int]:
+    if requests is not None and not isinstance(requests, Sequence):
+        raise InputError(f"requests is {requests!r}; give a list of numbers, one for each prompt.")
+    given = range(rows) if requests is None else requests
+    if not rows or len(given) != rows:
+        raise InputError(f"There are {rows} prompts and {len(given)} requests; give at least 1, one for each.")
+    return [request_number(f"requests[{index}]", number) for index, number in enumerate(given)]
 
 
 @dataclass(slots=True, kw_only=True)

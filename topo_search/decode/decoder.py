@@ -14,18 +14,18 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
+from topo_search.decode.arguments import Asked, asked_of, one_prompt, require_parts
 from topo_search.decode.cache import SlotCache
-from topo_search.decode.ending import Ending, StopStrings
+from topo_search.decode.ending import Ending
 from topo_search.decode.modes import new_step
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.probe import probe
-from topo_search.decode.processors import path_safe, require_stateless
 from topo_search.decode.sampling import Sampler
 from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.decode.typical import Acceptable
 from topo_search.errors import InputError
 from topo_search.heads.base import DraftContext, DraftHeads
-from topo_search.identity import GREEDY, RuleIdentity
+from topo_search.identity import RuleIdentity
 from topo_search.stats import DecodeStats
 from topo_search.target.adapter import Target
 from topo_search.tree import Tree
@@ -39,19 +39,19 @@ class DecodeSettings(TypedDict, total=False):
     """What an answer may be asked for with, besides its cap.
 
     Attributes:
-        eos_token_ids: ids that end the answer; the target's own by default.
+        eos_token_ids: id or ids that end the answer; the target's own by default.
         rule: greedy, or what `identity.sampling_rule` gives; what `identity.typical_rule` gives changes the text.
         request: number of the sequence; sequences of one seed that should not share noise need different ones.
-        stop_strings: texts that end the answer once it holds one of them.
+        stop_strings: text or texts that end the answer once it holds one of them.
         processors: logits processors, applied before the rule along the text alone; see `decode.processors`.
         observe: called with what every step of typical acceptance finds acceptable.
     """
 
-    eos_token_ids: Sequence[int] | None
+    eos_token_ids: int | Sequence[int] | None
     rule: RuleIdentity
     request: int
-    stop_strings: Sequence[str]
-    processors: Sequence[Any]
+    stop_strings: str | Sequence[str] | None
+    processors: Sequence[Any] | None
     observe: Callable[[Acceptable], None] | None
 
 
@@ -87,7 +87,8 @@ class TreeDecoder:
         >>> decoder.generate(prompt_ids, max_new_tokens=64).tokens  # doctest: +SKIP
 
     Raises:
-        InputError: the tree is deeper than the heads, ranks more tokens than they score, or needs heads and has none.
+        InputError: an argument is not what it should be, or the tree is deeper than the heads, ranks more tokens than
+            they score, or needs heads and has none.
         CheckError: the start-up probe failed.
     """
 
@@ -100,6 +101,7 @@ class TreeDecoder:
         capacity: int = DEFAULT_CAPACITY,
         run_probe: bool = True,
     ) -> None:
+        require_parts(target, heads, tree, capacity)
         require_depth(tree, heads)
         require_ranks(tree, heads)
         self._has_own_logits = probe(target) if run_probe else True
@@ -120,12 +122,12 @@ class TreeDecoder:
             **settings: see `DecodeSettings`.
 
         Raises:
-            InputError: the prompt is empty, batched, too long, or has an unknown id; the cap is below 1; a stop string
-                or logits processor cannot be honoured.
+            InputError: the prompt is no list of token ids, empty, batched, too long, or has an unknown id; a setting is
+                unknown, of a wrong type or out of range; a stop string or logits processor cannot be honoured.
             CheckError: the target's logits are not finite.
         """
-        prompt = single_prompt(prompt)
-        sampler = self.sampler(prompt, max_new_tokens, settings)
+        prompt = one_prompt(prompt, self.target)
+        sampler = self.sampler(prompt, self.asked(max_new_tokens, settings))
         assert sampler.ending is not None
         tokens: list[int] = []
         accepted: list[int] = []
@@ -147,8 +149,8 @@ class TreeDecoder:
 
     def stream(self, prompt: Prompt, *, max_new_tokens: int, **settings: Unpack[DecodeSettings]) -> Iterator[list[int]]:
         """Yield the tokens of the prefill (one), then those of every step; see `generate`."""
-        prompt = single_prompt(prompt)
-        yield from self._emit(prompt, self.sampler(prompt, max_new_tokens, settings))
+        ids = one_prompt(prompt, self.target)
+        return self._emit(ids, self.sampler(ids, self.asked(max_new_tokens, settings)))
 
     def _emit(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[list[int]]:
         assert sampler.ending is not None
@@ -166,35 +168,34 @@ class TreeDecoder:
                 step.draft(state)
                 emitted = step.verify(state).tolist()
 
-    def sampler(self, prompt: Sequence[int], max_new_tokens: int, settings: DecodeSettings) -> Sampler:
-        """How the answer's tokens are chosen and what ends it; everything asked for is checked here.
+    def asked(self, max_new_tokens: int, settings: DecodeSettings) -> Asked:
+        """What a call asks for, checked.
 
         Raises:
             InputError: see `generate`.
         """
-        _require_prompt(prompt, self.target)
-        if max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {max_new_tokens}; an answer has at least 1 token.")
-        rule, processors = settings.get("rule", GREEDY), path_safe(settings.get("processors"))
-        if rule.changes_text:
-            require_stateless(processors, "the paths of a tree would share", "decode with exact acceptance")
-        if (rule.samples or rule.changes_text or processors) and not self._has_own_logits:
+        asked = asked_of(self.target, max_new_tokens, settings, DecodeSettings.__annotations__)
+        needs_odds = asked.rule.samples or asked.rule.changes_text or asked.processors
+        if needs_odds and not self._has_own_logits:
             raise InputError(
                 f"{self.target.identity.name} changes its output layer's scores in a way that keeps their order only, "
                 "so its draws cannot be reproduced; decode greedily and without logits processors."
             )
-        ids, strings = settings.get("eos_token_ids"), tuple(settings.get("stop_strings", ()))
+        return asked
+
+    def sampler(self, prompt: Sequence[int], asked: Asked, *, request: int | None = None) -> Sampler:
+        """How the tokens of one answer are chosen and what ends it; `request` takes the place of the one asked for."""
         return Sampler(
-            rule=rule,
-            request=settings.get("request", 0),
-            processors=processors,
-            observe=settings.get("observe"),
+            rule=asked.rule,
+            request=asked.request if request is None else request,
+            processors=asked.processors,
+            observe=asked.observe,
             ending=Ending(
                 prompt_tokens=len(prompt),
-                max_new_tokens=max_new_tokens,
+                max_new_tokens=asked.max_new_tokens,
                 position_limit=self.target.position_limit,
-                eos_token_ids=frozenset(self.target.eos_token_ids if ids is None else ids),
-                stops=StopStrings(strings=strings, tokenizer=self.target.tokenizer) if strings else None,
+                eos_token_ids=asked.eos_token_ids,
+                stops=asked.stops,
             ),
         )
 
@@ -266,6 +267,16 @@ class TreeDecoder:
         return max_new_tokens if limit is None else min(max_new_tokens, limit - len(prompt))
 
 
+def require_decoder(decoder: object) -> None:
+    """Refuse anything else in a decoder's place.
+
+    Raises:
+        InputError: says what makes one.
+    """
+    if not isinstance(decoder, TreeDecoder):
+        raise InputError(f"decoder is a {type(decoder).__name__}; give a TreeDecoder(target, heads, tree).")
+
+
 def require_depth(tree: Tree, heads: DraftHeads | None) -> None:
     """Refuse a tree that the heads cannot draft, before any device work.
 
@@ -291,40 +302,6 @@ def require_ranks(tree: Tree, heads: DraftHeads | None) -> None:
         raise InputError(
             f"The tree drafts rank {tree.max_rank}, but the heads rank a shortlist of {len(heads.token_map)} tokens; "
             "use a tree of smaller ranks, or heads with a longer shortlist."
-        )
-
-
-def single_prompt(input_ids: Prompt) -> Sequence[int]:
-    """The token ids of one prompt, taken out of a `[1, tokens]` or `[tokens]` tensor where it is one.
-
-    Raises:
-        InputError: more than one prompt was passed.
-    """
-    if not isinstance(input_ids, torch.Tensor):
-        return input_ids
-    if input_ids.ndim == 2 and input_ids.shape[0] == 1:
-        input_ids = input_ids[0]
-    if input_ids.ndim != 1:
-        raise InputError(
-            f"A decoder takes one prompt at a time (batch 1 only), not shape {tuple(input_ids.shape)}; decode_batch "
-            "takes several."
-        )
-    ids: list[int] = input_ids.tolist()
-    return ids
-
-
-def _require_prompt(prompt: Sequence[int], target: Target) -> None:
-    if not len(prompt):
-        raise InputError("The prompt has no token.")
-    if any(isinstance(token, Sequence) for token in prompt):
-        raise InputError("A decoder takes one prompt at a time (batch 1 only); decode_batch takes several.")
-    limit = target.position_limit
-    if limit is not None and len(prompt) >= limit:
-        raise InputError(f"The prompt has {len(prompt)} tokens, but the target's context is {limit}; shorten it.")
-    unknown = [token for token in prompt if not 0 <= token < target.known_ids]
-    if unknown:
-        raise InputError(
-            f"The prompt has token id {unknown[0]}, outside the target's vocabulary of {target.known_ids}."
         )
 
 

@@ -6,6 +6,7 @@ holds its neutral value; nothing is read from the model's generation config but 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from topo_search.decode.arguments import end_ids, whole
 from topo_search.decode.batch import decode_batch
-from topo_search.decode.decoder import TreeDecoder
+from topo_search.decode.decoder import TreeDecoder, require_decoder
 from topo_search.errors import InputError
 from topo_search.identity import GREEDY, RuleIdentity, sampling_rule
 
@@ -53,6 +55,7 @@ class TreeGenerator:
     """Wraps a decoder; `generate` returns what `model.generate` would."""
 
     def __init__(self, decoder: TreeDecoder) -> None:
+        require_decoder(decoder)
         self.decoder = decoder
 
     def generate(
@@ -82,7 +85,8 @@ class TreeGenerator:
             attention_mask: 1 on tokens, 0 on padding; without it every id counts.
             max_new_tokens: exact cap of every answer.
             max_length: the same with the width of `input_ids`; exactly one of the two is given.
-            do_sample: draw with temperature, top_k, top_p and min_p, each off unless given; else greedy.
+            do_sample: draw with temperature, top_k, top_p and min_p, each off unless given; else greedy, with a warning
+                where one of them is given all the same.
             temperature, top_k, top_p, min_p: as in transformers.
             seed: of the draws; a row's number in the batch is the number of its sequence.
             eos_token_id: the target's own by default.
@@ -97,23 +101,22 @@ class TreeGenerator:
         """
         _require_neutral(others)
         prompts = unpadded(input_ids, attention_mask)
-        if streamer is not None and len(prompts) != 1:
-            raise InputError(f"streamer takes one prompt, not {len(prompts)}; leave it out or call row by row.")
+        _require_streamer(streamer, len(prompts))
         cap = _cap(input_ids.shape[1], max_new_tokens, max_length)
         settings: dict[str, Any] = {
             "rule": _rule(do_sample, temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed),
-            "processors": logits_processor or (),
-            "stop_strings": (stop_strings,) if isinstance(stop_strings, str) else stop_strings or (),
+            "processors": logits_processor,
+            "stop_strings": stop_strings,
+            "max_new_tokens": cap,
         }
-        ends = self.decoder.target.eos_token_ids
+        ends = end_ids("eos_token_id", eos_token_id, self.decoder.target)
         if eos_token_id is not None:
-            ends = (eos_token_id,) if isinstance(eos_token_id, int) else tuple(eos_token_id)
-        settings |= {"max_new_tokens": cap, "eos_token_ids": ends}
+            settings["eos_token_ids"] = ends
+        pad = _pad(pad_token_id, ends)
         if len(prompts) == 1:
             answers = [_streamed(self.decoder.stream(prompts[0], **settings), prompts[0], streamer)]
         else:
             answers = [list(answer.tokens) for answer in decode_batch(self.decoder, prompts, **settings)]
-        pad = pad_token_id if pad_token_id is not None else next(iter(ends), 0)
         return torch.cat([input_ids, _padded(answers, pad).to(input_ids.device)], dim=1)
 
 
@@ -123,10 +126,15 @@ def unpadded(
     """The prompt of every row, without the padding on either side.
 
     Raises:
-        InputError: shapes differ, a row holds padding only, or padding stands between its tokens.
+        InputError: one is no tensor, shapes differ, a row holds padding only, or padding stands between its tokens.
     """
+    for name, given in (("input_ids", input_ids), ("attention_mask", attention_mask)):
+        if not isinstance(given, Tensor) and not (given is None and name == "attention_mask"):
+            raise InputError(f"{name} is a {type(given).__name__}; give a tensor [batch, tokens]: torch.tensor([ids]).")
     if input_ids.ndim != 2:
         raise InputError(f"input_ids has shape {tuple(input_ids.shape)}; it must be [batch, tokens].")
+    if not len(input_ids):
+        raise InputError("input_ids has no row; give at least one prompt.")
     if attention_mask is None:
         rows: list[list[int]] = input_ids.tolist()
         return rows
@@ -161,18 +169,45 @@ def _cap(width: int, max_new_tokens: int | None, max_length: int | None) -> int:
         raise InputError("Give exactly one of max_new_tokens and max_length.")
     if max_new_tokens is not None:
         return max_new_tokens
-    assert max_length is not None
-    if max_length <= width:
-        raise InputError(f"max_length is {max_length}, but the prompt takes {width}; give max_new_tokens.")
-    return max_length - width
+    length = whole("max_length", max_length, "it counts tokens, at least 1", least=1)
+    if length <= width:
+        raise InputError(f"max_length is {length}, but the prompt takes {width}; give max_new_tokens.")
+    return length - width
 
 
 def _rule(do_sample: bool, temperature: float, **filters: Any) -> RuleIdentity:
-    if not do_sample:
-        return GREEDY
-    if temperature == 0:
-        raise InputError("temperature is 0.0 with do_sample=True; leave do_sample out for greedy decoding.")
-    return sampling_rule(temperature=temperature, **filters)
+    if not isinstance(do_sample, bool):
+        raise InputError(f"do_sample is {do_sample!r}; give True to draw or False for greedy decoding.")
+    drawn = sampling_rule(temperature=temperature, **filters)
+    if do_sample:
+        if not drawn.samples:
+            raise InputError("temperature is 0.0 with do_sample=True; leave do_sample out for greedy decoding.")
+        return drawn
+    neutral = {"temperature": (0.0, 1.0), "top_k": (None, 0), "top_p": (None, 1.0), "min_p": (None, 0.0)}
+    given = {"temperature": temperature, **filters}
+    idle = [f"{name}={given[name]}" for name, values in neutral.items() if given[name] not in values]
+    if idle:
+        warnings.warn(  # at the caller of generate
+            f"do_sample is not set, so {', '.join(idle)} has no effect and the text is greedy; pass do_sample=True to "
+            "draw with it, or leave it out.",
+            stacklevel=3,
+        )
+    return GREEDY
+
+
+def _require_streamer(streamer: Any, prompts: int) -> None:
+    if streamer is None:
+        return
+    if prompts != 1:
+        raise InputError(f"streamer takes one prompt, not {prompts}; leave it out or call row by row.")
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise InputError(f"streamer is a {type(streamer).__name__}; give one of transformers, with put and end.")
+
+
+def _pad(pad_token_id: int | None, ends: Sequence[int]) -> int:
+    if pad_token_id is None:
+        return next(iter(ends), 0)
+    return whole("pad_token_id", pad_token_id, "it is a token id, a whole number from 0 on", least=0)
 
 
 def _streamed(steps: Any, prompt: Sequence[int], streamer: Any) -> list[int]:

@@ -28,8 +28,10 @@ def path_safe(processors: Iterable[Any] | None) -> tuple[Any, ...]:
     """The processors in their order, each fit to be called node by node.
 
     Raises:
-        InputError: one is not callable, or cannot be honoured; the message names it and the cause.
+        InputError: they are no list, or one is not callable, or cannot be honoured; the message names it and the cause.
     """
+    if processors is not None and not isinstance(processors, Iterable):
+        raise InputError(f"Logits processors come in a list, and {type(processors).__name__} is none; put it into one.")
     found = tuple(processors or ())
     for processor in found:
         name = type(processor).__name__

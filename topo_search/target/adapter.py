@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from topo_search.decode.cache import SlotCache
+from topo_search.errors import InputError
 from topo_search.identity import TargetIdentity
 from topo_search.ranking import best_token
 from topo_search.target.fused import fused_states, has_fused_layers
@@ -201,10 +202,32 @@ class Target:
         return best_token(self.scores(hidden))
 
     def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's own template, ready for the assistant's turn."""
+        """Token ids of a conversation in the model's own template, ready for the assistant's turn.
+
+        Raises:
+            InputError: `messages` is no conversation, or there is no template.
+        """
+        _require_messages(messages)
+        if not getattr(self.tokenizer, "chat_template", None):
+            missing = "tokenizer" if self.tokenizer is None else "chat template"
+            raise InputError(
+                f"{self.identity.name} has no {missing}, so a conversation cannot be encoded. Load an instruct model, "
+                "or one with load_target(..., tokenizer=...) that has a template, or decode token ids of raw text."
+            )
         encoded = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids: list[int] = self.tokenizer(encoded, add_special_tokens=False).input_ids
         return ids
+
+
+def _require_messages(messages: Any) -> None:
+    example = '[{"role": "user", "content": "Hello"}]'
+    if not isinstance(messages, list | tuple) or not messages:
+        found = "empty" if isinstance(messages, list | tuple) else f"a {type(messages).__name__}"
+        raise InputError(f"messages is {found}; a conversation is a list of messages such as {example}.")
+    for index, message in enumerate(messages):
+        missing = [key for key in ("role", "content") if not isinstance(message, dict) or key not in message]
+        if missing:
+            raise InputError(f"messages[{index}] has no {missing[0]}; a message has both, as in {example}.")
 
 
 def cache_argument(body: nn.Module) -> str:
