@@ -6,6 +6,7 @@ Accurate to about 1e-13, a probability of t to 1e-10; see tests/unit/test_specia
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import numpy as np
 from jaxtyping import Float
@@ -37,6 +38,7 @@ def t_cdf(degrees: int, t: float) -> float:
     return tail if t < 0 else 1 - tail
 
 
+@cache
 def t_quantile(degrees: int, probability: float) -> float:
     """The value that Student's t stays below with a probability above 0.5 and below 1."""
     low, high = 0.0, 1.0

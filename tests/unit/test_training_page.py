@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer
 
-from topo_search.cli.app import app
+from topo_search.cli.app import command_line
 
 PAGE = (Path(__file__).resolve().parent.parent.parent / "docs/training.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -25,7 +25,7 @@ COMMANDS = [
 def test_a_command_of_the_page_is_real(words: list[str]) -> None:
     """Names and options are the command line's own; values parse."""
     given = words[words.index("topo_search") + 1 :] if words[0] == "accelerate" else words[1:]
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(command_line())
     while hasattr(command, "commands"):
         command, given = command.commands[given[0]], given[1:]
     command.make_context("page", given)
@@ -39,7 +39,7 @@ def test_the_page_goes_all_the_way() -> None:
 
 
 def test_options_in_the_text_exist() -> None:
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(command_line())
     commands = [*command.commands.values(), *command.commands["train"].commands.values()]
     known = {name for one in commands for parameter in one.params for name in parameter.opts}
     ours = re.sub(r"accelerate launch.*", "", PAGE)

@@ -6,6 +6,7 @@ Nothing heavy is imported before a command runs, so that help is instant and `op
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import sys
 import warnings
@@ -13,30 +14,43 @@ from typing import Any
 
 import typer
 
-from topo_search.cli import bench, calibrate, distill, generate, heads, measure, optimize, train, tree
 from topo_search.errors import InputError, TopoSearchError
 
 _YOUNG_OBJECTS = 500_000  # a search makes many objects and no cycles: at the default of 700 it is a twentieth slower
 
-app = typer.Typer(
-    help="Find, prove and serve the verification tree that is fastest for your model, heads, prompts and device.",
-    epilog="Start with: topo-search calibrate, then topo-search optimize --budget 64.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command()(calibrate.calibrate)
-app.command()(measure.measure)
-app.command()(optimize.optimize)
-app.command()(tree.show)
-app.command()(tree.export)
-app.command()(tree.schema)
-app.command()(generate.generate)
-app.command()(bench.bench)
-app.command()(heads.heads)
-app.command()(distill.distill)
-app.add_typer(train.app, name="train")
+_MODULES = {
+    "calibrate": "calibrate",
+    "measure": "measure",
+    "optimize": "optimize",
+    "show": "tree",
+    "export": "tree",
+    "schema": "tree",
+    "generate": "generate",
+    "bench": "bench",
+    "heads": "heads",
+    "distill": "distill",
+    "train": "train",
+}
+
+
+def command_line(*names: str) -> typer.Typer:
+    """The commands named, all by default; the options of the others need not be read for one that runs."""
+    app = typer.Typer(
+        help="Find, prove and serve the verification tree that is fastest for your model, heads, prompts and device.",
+        epilog="Start with: topo-search calibrate, then topo-search optimize --budget 64.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(lambda: None)  # without one, typer makes a single command the whole program
+    for name in names or _MODULES:
+        module = importlib.import_module(f"topo_search.cli.{_MODULES[name]}")
+        if name == "train":
+            app.add_typer(module.app, name=name)
+        else:
+            app.command(name)(getattr(module, name))
+    return app
 
 
 def main() -> None:
@@ -46,7 +60,7 @@ def main() -> None:
     for noisy in ("torchao", "torch.utils._pytree"):  # transformers imports torchao wherever it is installed
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
-        app()
+        command_line(*(name for name in sys.argv[1:2] if name in _MODULES))()
     except InputError as error:
         _complain(error)
         sys.exit(2)

@@ -78,15 +78,18 @@ class StepTimes:
     def family_ms(self, order: Sequence[Path], sizes: Sequence[int]) -> Float[np.ndarray, "sizes contexts"]:
         """The same of the trees of the first `sizes` nodes, ascending, of a nested family."""
         found, expanded, counts, size = [], set(), [0] * max(map(len, order), default=0), 0
+        by_expanded = self.draft.by_expanded
+        unmeasured, drafts = np.full(len(self.contexts), np.nan), dict[tuple[int, ...], float]()
         for wanted in sizes:
             for path in order[size:wanted]:
                 if path[:-1] not in expanded:
                     expanded.add(path[:-1])
                     counts[len(path) - 1] += 1
             size = wanted
-            draft_ms = self.draft.of_counts([count for count in counts if count])
-            verify = self.verify_ms.get(size + 1, np.full(len(self.contexts), np.nan))
-            found.append(verify + self.scale * draft_ms)
+            calls = tuple(count if by_expanded else 1 for count in counts if count)
+            if calls not in drafts:
+                drafts[calls] = self.scale * self.draft.of_counts(calls)
+            found.append(self.verify_ms.get(size + 1, unmeasured) + drafts[calls])
         return np.array(found).reshape(len(sizes), len(self.contexts))
 
     def costs(self, weights: Float[np.ndarray, " contexts"], max_depth: int) -> StepCosts:
