@@ -227,6 +227,15 @@ def _of_heads(*names: str, suffix: str) -> list[object]:
     return [word for name in names for word in (option, HEADS / f"{name}.{suffix}")]
 
 
+def test_shipped_files_are_named_in_words_and_json(run: Run) -> None:
+    code, out, err = run("optimize", "--budget", 9, "--resamples", 100)
+    assert code == 0, err
+    words = ["The trace is the demo's shipped one", "The step times are the demo's shipped ones"]
+    assert all(word in " ".join(err.split()) for word in words)
+    code, out, _ = run("optimize", "--budget", 9, "--resamples", 100, "--json")
+    assert [warning.split(",")[0] for warning in json.loads(out)["warnings"]][:2] == words
+
+
 def test_optimize_chooses_among_the_shipped_heads(run: Run, tmp_path: Path) -> None:
     """Each trace finds the table of its heads in whatever order; the winner's answer is the one it gets alone."""
     traces = _of_heads("demo-medusa", "demo-hydra", suffix="trace.safetensors")

@@ -67,6 +67,7 @@ def test_sequoias_vector_drops_its_ends_and_serves_every_depth(tmp_path: Path) -
         ({"rank_table": [[]]}, "Depth 1 has no ranks"),
         ({"rank_table": [[0.6, 0.2], [0.7, 0.4]]}, "ranks of depth 2 add up to 1.1000"),
         ({"rank_table": [[0.6, 0.7, 0.8], [0.4, 0.5, 0.6]]}, "values that only rise are cumulative"),
+        ({"rank_table": [[0.3, 0.45], [0.2, 0.28]]}, "values that only rise are cumulative"),
         ({"rank_table": [[0.05, 0.07, 0.08]]}, "subtract from every value the one before it"),
         ({"rank_table": [[0.5, -0.1]]}, "Depth 1, rank 1 is -0.1"),
         ('{"rank_table": [[NaN]]}', "holds NaN"),

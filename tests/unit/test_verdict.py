@@ -84,6 +84,26 @@ def test_a_wide_interval_asks_for_prompts() -> None:
     assert "scored prompts would halve it" in " ".join(answer(CHEAP, few).warnings)
 
 
+def test_a_table_in_which_more_costs_less_is_doubted() -> None:
+    disturbed = latency_table({1: 12.0, **{width: 10 + 0.2 * width for width in range(2, 17)}})
+    assert "a wider step takes less time than plain decoding's" in " ".join(answer(disturbed).warnings)
+    assert not answer(CHEAP).warnings or "wider step" not in " ".join(answer(CHEAP).warnings)
+
+
+def test_json_repeats_the_question() -> None:
+    row = answer_json(answer(CHEAP, max_depth=2), {}, None, warnings=["one"])
+    asked = {name: row["settings"][name] for name in ("budget", "objective", "rule", "refine", "max_depth", "max_rank")}
+    assert asked == {
+        "budget": 9,
+        "objective": "throughput",
+        "rule": "any",
+        "refine": "none",
+        "max_depth": 2,
+        "max_rank": None,
+    }
+    assert row["warnings"] == ["one"]
+
+
 def test_json_keeps_its_keys_and_holds_no_nan() -> None:
     found = answer(CHEAP)
     row = answer_json(found, {"best tree": Path("best-tree.tree.json")}, None)

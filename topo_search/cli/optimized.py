@@ -36,7 +36,9 @@ def report(
     """Write the tree files and print the answer: JSON, or tables and words."""
     files = _write_trees(found, out, _made_from(origin))
     if as_json:
-        answer = answer_json(found, files, study, heads=_heads(origin), among=among)
+        answer = answer_json(
+            found, files, study, heads=_heads(origin), among=among, warnings=_warnings(found, origin, among)
+        )
         print(json.dumps(answer, indent=2, allow_nan=False))  # noqa: T201
         return
     if among is not None:
@@ -46,7 +48,7 @@ def report(
         stdout().print(workload_table(found.workloads))
     for line in (_verdict(found, among), *_details(found), basis(found.assumptions, found.result.settings)):
         note(line)
-    for warning in _warnings(found, among):
+    for warning in _warnings(found, origin, among):
         note(f"Warning: {warning}")
     if study:
         note(_study_line(study))
@@ -87,6 +89,7 @@ def answer_json(
     *,
     heads: dict[str, Any] | None = None,
     among: Several | None = None,
+    warnings: Sequence[str] | None = None,
 ) -> dict[str, Any]:
     """The answer for machines: the recommended alternative's figures on top; unknown is null.
 
@@ -95,6 +98,7 @@ def answer_json(
         files: tree files by alternative; one without a draft node has none.
         study: what a study did.
         heads: identity of the heads that the answer is for.
+        warnings: what a reader should know before trusting it; the answer's own by default.
         among: all heads' answers; null where there was nothing to choose.
     """
     rows = [_row(found, alternative, files.get(alternative.name)) for alternative in found.result.alternatives]
@@ -106,8 +110,9 @@ def answer_json(
         "heads": heads,
         "among": [] if among is None else _among_json(*among),
         "verdict": _verdict(found, among),
-        "warnings": _warnings(found, among),
+        "warnings": list(found.warnings if warnings is None else warnings),
         "assumptions": asdict(found.assumptions),
+        "settings": asdict(found.result.settings),
         "over_plain": figure_json(found.over_plain),
         "over_runner_up": None
         if found.over_runner_up is None
@@ -154,8 +159,8 @@ def _verdict(found: Assessment, among: Several | None) -> str:
     return verdict(found) if among is None else f"{heads_verdict(among[0])} {verdict(found)}"
 
 
-def _warnings(found: Assessment, among: Several | None) -> list[str]:
-    return [*found.warnings, *(() if among is None else among[0].warnings)]
+def _warnings(found: Assessment, origin: Origin, among: Several | None) -> list[str]:
+    return [*origin.warnings, *found.warnings, *(() if among is None else among[0].warnings)]
 
 
 def _row(found: Assessment, own: Alternative, file: Path | None) -> dict[str, Any]:

@@ -41,6 +41,17 @@ class Origin:
     table: LatencyTable | None
     latency_path: Path | None
 
+    @property
+    def warnings(self) -> list[str]:
+        """Which of the files came with topo-search."""
+        shipped = {
+            "The trace is the demo's shipped one, not of your prompts: run topo-search calibrate.": self.trace_path,
+            "The step times are the demo's shipped ones, not this device's: run topo-search measure.": (
+                self.latency_path
+            ),
+        }
+        return [words for words, path in shipped.items() if path is not None and is_shipped(path)]
+
 
 def origin_of_one(asked: dict[str, Any], settings: Settings) -> Origin:
     """The trace named, else the newest one or the demo's, with its table found likewise.
@@ -54,13 +65,6 @@ def origin_of_one(asked: dict[str, Any], settings: Settings) -> Origin:
         raise InputError("No rank trace in ./calibration: run topo-search calibrate, or name one with --trace.")
     trace = _read(trace_path, asked["workload"])
     table, latency_path = table_for(trace, asked)
-    shipped = {
-        "The trace is the demo's shipped one, not of your prompts: run topo-search calibrate.": trace_path,
-        "The step times are the demo's shipped ones, not this device's: run topo-search measure.": latency_path,
-    }
-    for words, path in shipped.items():
-        if path is not None and is_shipped(path):
-            note(words)
     _note_narrow(table, settings)
     return Origin(trace=trace, trace_path=trace_path, table=table, latency_path=latency_path)
 

@@ -134,10 +134,11 @@ def _check_values(depth: int, row: Sequence[float]) -> None:
 
 
 def _looks_cumulative(rows: Sequence[Sequence[float]]) -> bool:
-    """Several ranks at some depth, and at every depth values that never fall and somewhere rise."""
+    """Values that never fall at any depth and somewhere rise, over more than one pair of ranks: no chance then."""
     rises = any(row[-1] > row[0] for row in rows)
     falls = any(after < before for row in rows for before, after in itertools.pairwise(row))
-    return rises and not falls and max(len(row) for row in rows) > 2 and max(map(max, rows)) <= 1
+    pairs = sum(len(row) - 1 for row in rows)
+    return rises and not falls and pairs > 1 and max(map(max, rows)) <= 1
 
 
 def _split_name(path: Path) -> tuple[Path, str | None]:

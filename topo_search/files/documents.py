@@ -95,7 +95,8 @@ def parse_json(where: object, text: str) -> Any:
     except RecursionError:
         raise InputError(f"{where} is not valid JSON for this tool: it is nested too deeply.") from None
     except ValueError as error:
-        raise InputError(f"{where} is not valid JSON: {error}. It may be cut off; write it again.") from None
+        cut = " It may be cut off; write it again." if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(f"{where} is not valid JSON: {error}.{cut}") from None
 
 
 def require_format(where: object, raw: Any, kind: str) -> None:

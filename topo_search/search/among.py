@@ -180,7 +180,7 @@ def _drift(standings: Sequence[Standing]) -> list[str]:
     (least, quick), (most, slow) = timed[0], timed[-1]
     return [
         f"Plain decoding takes {least:.1f} ms by the table of {quick} and {most:.1f} ms by that of {slow}, so the "
-        "device was not equally fast; measure both again, one after the other, before trusting a difference so small."
+        "device was not equally fast; measure both again, one after the other, before trusting the difference."
     ]
 
 

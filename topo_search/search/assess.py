@@ -349,6 +349,12 @@ def _warnings(found: Assessment, trace: RankTrace, texts: int) -> list[str]:
         )
     if texts < len(trace.prompts):
         words.append(f"{len(trace.prompts)} prompts are {texts} distinct texts; a repeated text counts once.")
+    needed = [figures.break_even_tokens_per_step for figures in map(found.figures, (CHAIN, TREE)) if figures]
+    if any(least is not None and least < 1 for least in needed):
+        words.append(
+            "By the latency table a wider step takes less time than plain decoding's, so something disturbed one of "
+            "the two timings; measure again before trusting speeds."
+        )
     best = found.figures(found.recommended if found.recommended != PLAIN else CHAIN)
     per_step = None if best is None else best.tokens_per_step
     if per_step is not None and per_step.interval is not None and found.prompts_to_halve is not None:
