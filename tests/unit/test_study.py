@@ -120,7 +120,7 @@ def test_a_trial_of_a_dead_process_is_tried_again(tmp_path: Path, monkeypatch: p
     assert lost is not None
     monkeypatch.undo()
     objective = Additive()
-    assert run(objective, 40, storage=storage).reproducible
+    assert run(objective, 6, storage=storage).reproducible
     assert lost[1][1] in objective.tried
 
 
