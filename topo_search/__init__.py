@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 
-_NOISY = ("torchao", "torch.utils._pytree")  # transformers imports torchao wherever it is installed
+NOISY_LOGGERS = ("torchao", "torch.utils._pytree")  # transformers imports torchao wherever it is installed
 
 
 def __getattr__(name: str) -> Any:
@@ -96,7 +96,7 @@ def __getattr__(name: str) -> Any:
 @contextmanager
 def _quiet_imports() -> Iterator[None]:
     """Without torchao's warnings about kernels for other devices; the loggers are left as they were."""
-    loggers = [logging.getLogger(name) for name in _NOISY]
+    loggers = [logging.getLogger(name) for name in NOISY_LOGGERS]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)

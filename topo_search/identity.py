@@ -11,7 +11,7 @@ import numbers
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from topo_search.errors import InputError, MismatchError
+from topo_search.errors import InputError, MismatchError, is_whole, shown
 
 NOISE = "philox4x32-10 gumbel 1"
 TYPICAL = "typical"
@@ -184,13 +184,13 @@ def typical_rule(
 
 def _number(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise InputError(f"{name} is {value!r}; it must be a number.")
+        raise InputError(f"{name} is {shown(value)}; it must be a number.")
     return float(value)
 
 
 def _whole(name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise InputError(f"{name} is {value!r}; it must be a whole number.")
+    if not is_whole(value):
+        raise InputError(f"{name} is {shown(value)}; it must be a whole number.")
     return int(value)
 
 

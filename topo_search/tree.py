@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from topo_search.errors import InputError
+from topo_search.errors import InputError, is_whole, shown
 
 if TYPE_CHECKING:
     import networkx
@@ -50,7 +50,7 @@ class Tree:
             InputError: see the class; also when `entries` is no list.
         """
         if isinstance(entries, str) or not isinstance(entries, Sequence):
-            raise InputError(f"A tree is a list of rank paths such as [[0], [1], [0, 0]], not {_shown(entries)}.")
+            raise InputError(f"A tree is a list of rank paths such as [[0], [1], [0, 0]], not {shown(entries)}.")
         return cls(tuple(_checked_path(index, entry) for index, entry in enumerate(entries)))
 
     @classmethod
@@ -61,7 +61,7 @@ class Tree:
             InputError: `length` is no whole number from 0 on.
         """
         if not _is_count(length, least=0):
-            raise InputError(f"A chain's length is {_shown(length)}; it counts nodes, from 0 (plain decoding) on.")
+            raise InputError(f"A chain's length is {shown(length)}; it counts nodes, from 0 (plain decoding) on.")
         return cls(tuple((0,) * depth for depth in range(1, length + 1)))
 
     @classmethod
@@ -73,12 +73,12 @@ class Tree:
         """
         if isinstance(branching, str) or not isinstance(branching, Sequence):
             raise InputError(
-                f"A dense tree is a list of candidates per depth such as [3, 2, 2], not {_shown(branching)}."
+                f"A dense tree is a list of candidates per depth such as [3, 2, 2], not {shown(branching)}."
             )
         for index, count in enumerate(branching):
             if not _is_count(count, least=1):
                 raise InputError(
-                    f"Entry {index} of a dense tree is {_shown(count)}; each depth has at least 1 candidate, a whole "
+                    f"Entry {index} of a dense tree is {shown(count)}; each depth has at least 1 candidate, a whole "
                     "number. End the list sooner for a shallower tree."
                 )
         levels = range(1, len(branching) + 1)
@@ -170,24 +170,20 @@ def canonical_key(path: Path) -> tuple[int, Path]:
 
 def _checked_path(index: int, entry: Any) -> Path:
     if not isinstance(entry, list | tuple):
-        raise InputError(f"Tree entry {index} is {_shown(entry)}; a node is a list of ranks such as [0, 1].")
+        raise InputError(f"Tree entry {index} is {shown(entry)}; a node is a list of ranks such as [0, 1].")
     path = tuple(entry)
     if not path:
         raise InputError(f"Tree entry {index} is empty; the root is implied and never listed.")
     for rank in path:
-        if not _is_whole(rank):
-            raise InputError(f"Tree entry {index} is {_shown(entry)}: rank {_shown(rank)} is not an integer.")
+        if not is_whole(rank):
+            raise InputError(f"Tree entry {index} is {shown(entry)}: rank {shown(rank)} is not an integer.")
         if rank < 0:
-            raise InputError(f"Tree entry {index} is {_shown(entry)}: rank {rank} is negative; ranks start at 0.")
+            raise InputError(f"Tree entry {index} is {shown(entry)}: rank {rank} is negative; ranks start at 0.")
     return tuple(int(rank) for rank in path)
 
 
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
 def _is_count(value: Any, *, least: int) -> bool:
-    return _is_whole(value) and bool(value >= least)
+    return is_whole(value) and bool(value >= least)
 
 
 def _check_distinct(paths: Sequence[Path]) -> None:
@@ -206,8 +202,3 @@ def _check_closed(paths: Sequence[Path]) -> None:
                 f"Tree entry {index} is {list(path)}, but its prefix {list(path[:-1])} is missing; "
                 "every prefix of a path must be listed."
             )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -14,9 +14,10 @@ from typing import Any
 
 import typer
 
+from topo_search import NOISY_LOGGERS
 from topo_search.errors import InputError, TopoSearchError
 
-_YOUNG_OBJECTS = 500_000  # a search makes many objects and no cycles: at the default of 700 it is a twentieth slower
+_YOUNG_OBJECTS = 500_000  # a search makes many objects and no cycles: the default looks for them every 700
 
 _MODULES = {
     "calibrate": "calibrate",
@@ -57,7 +58,7 @@ def main() -> None:
     """Run the command line; exit code 2 for bad input, 1 for a broken promise."""
     gc.set_threshold(_YOUNG_OBJECTS)
     warnings.showwarning = _show_warning
-    for noisy in ("torchao", "torch.utils._pytree"):  # transformers imports torchao wherever it is installed
+    for noisy in NOISY_LOGGERS:
         logging.getLogger(noisy).setLevel(logging.ERROR)
     try:
         command_line(*(name for name in sys.argv[1:2] if name in _MODULES))()

@@ -68,7 +68,7 @@ def bench(
 
     exact = inputs.chosen_rule(temperature, top_k, top_p, min_p, noise_share, seed)
     rule = inputs.accepting_rule(exact, acceptance, epsilon, delta, bonus)
-    files = {path: stored_tree(path, rule=rule, allow_mismatch=allow_mismatch) for path in (chain, tree)}
+    files = [(path, stored_tree(path, rule=rule, allow_mismatch=allow_mismatch)) for path in (chain, tree)]
     inputs.require_heads(heads)
     which = {name: given[name] for name in ("workload", "split", "num_prompts")}
     found = inputs.chosen_prompts(prompts, default_split="evaluation", **which)
@@ -137,12 +137,12 @@ def _settings(model: Target, rule: RuleIdentity, max_new_tokens: int) -> dict[st
 
 
 def _contenders(
-    files: dict[Path, TreeFile], model: Target, heads: DraftHeads, *, allow_mismatch: bool
+    files: list[tuple[Path, TreeFile]], model: Target, heads: DraftHeads, *, allow_mismatch: bool
 ) -> list[Contender]:
     """`generate`, plain decoding, the chain, Medusa's tree (as deep as there are heads) and the tree.
 
     Args:
-        files: the chain's and the tree's, by path.
+        files: the chain's and the tree's, each with its path.
         model, heads: as loaded.
         allow_mismatch: warn where a tree was made for something else.
     """
@@ -153,8 +153,7 @@ def _contenders(
     from topo_search.search.optimize import CHAIN, TREE
     from topo_search.tree import Tree
 
-    fitting = [fitting_tree(path, file, model, heads, allow_mismatch=allow_mismatch) for path, file in files.items()]
-    chain, tree = fitting[0], fitting[-1]  # one where both options name the same file
+    chain, tree = (fitting_tree(*file, model, heads, allow_mismatch=allow_mismatch) for file in files)
     medusa = read_tree(packaged("trees/reference/medusa-63.tree.json")).tree
     return [
         Contender(name=GENERATE, tree=None),

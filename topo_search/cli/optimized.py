@@ -98,8 +98,8 @@ def answer_json(
         files: tree files by alternative; one without a draft node has none.
         study: what a study did.
         heads: identity of the heads that the answer is for.
-        warnings: what a reader should know before trusting it; the answer's own by default.
         among: all heads' answers; null where there was nothing to choose.
+        warnings: what a reader should know before trusting it; the answer's own by default.
     """
     rows = [_row(found, alternative, files.get(alternative.name)) for alternative in found.result.alternatives]
     recommended = next(row for row in rows if row["name"] == found.recommended)

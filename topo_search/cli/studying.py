@@ -149,10 +149,7 @@ def _study_name(
     judges: Sequence[ReplayJudge], settings: Settings, asked: dict[str, Any], race: RaceObjective | None
 ) -> str:
     """One name per question, so that a study is only ever continued with the question that began it."""
-    asked_for = asdict(settings)
-    if settings.batch_weights is None:
-        del asked_for["batch_weights"]  # one batch is the question it has always been
-    question: dict[str, Any] = {"settings": asked_for}
+    question: dict[str, Any] = {"settings": asdict(settings)}
     digest = hashlib.sha256()
     for judge in sorted(judges, key=lambda judge: judge.trace.heads.fingerprint):  # in whatever order they were given
         digest.update(judge.trace.ranks.tobytes())

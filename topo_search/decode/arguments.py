@@ -13,7 +13,7 @@ import torch
 from topo_search.decode.ending import StopStrings
 from topo_search.decode.processors import path_safe, require_stateless
 from topo_search.decode.typical import Acceptable
-from topo_search.errors import InputError
+from topo_search.errors import InputError, is_whole, shown
 from topo_search.heads.base import DraftHeads
 from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.target.adapter import Target
@@ -56,14 +56,14 @@ def asked_of(target: Target, max_new_tokens: Any, settings: Mapping[str, Any], k
     rule, processors = settings.get("rule", GREEDY), path_safe(settings.get("processors"))
     if not isinstance(rule, RuleIdentity):
         raise InputError(
-            f"rule is {_shown(rule)}; give what sampling_rule(temperature=..., seed=...) returns, or leave it out for "
+            f"rule is {shown(rule)}; give what sampling_rule(temperature=..., seed=...) returns, or leave it out for "
             "greedy decoding."
         )
     if rule.changes_text:
         require_stateless(processors, "the paths of a tree would share", "decode with exact acceptance")
     observe = settings.get("observe")
     if observe is not None and not callable(observe):
-        raise InputError(f"observe is {_shown(observe)}; give a function of one argument, or leave it out.")
+        raise InputError(f"observe is {shown(observe)}; give a function of one argument, or leave it out.")
     strings = texts("stop_strings", settings.get("stop_strings"))
     return Asked(
         max_new_tokens=whole(
@@ -104,7 +104,7 @@ def prompt_list(prompts: Any, target: Target) -> list[list[int]]:
     """
     if not isinstance(prompts, list | tuple):
         raise InputError(
-            f"prompts is {_shown(prompts)}; decode_batch takes a list of prompts, each a list of token ids. For padded "
+            f"prompts is {shown(prompts)}; decode_batch takes a list of prompts, each a list of token ids. For padded "
             "rows and their attention_mask there is TreeGenerator."
         )
     if prompts and all(_is_whole(prompt) for prompt in prompts):
@@ -129,7 +129,7 @@ def whole(name: str, value: Any, rule: str, *, least: int, below: int | None = N
     """
     number = operator.index(value) if _is_whole(value) else None
     if number is None or number < least or (below is not None and number >= below):
-        raise InputError(f"{name} is {_shown(value)}; {rule}.")
+        raise InputError(f"{name} is {shown(value)}; {rule}.")
     return number
 
 
@@ -145,7 +145,7 @@ def end_ids(name: str, ids: Any, target: Target) -> tuple[int, ...]:
         ids = ids.reshape(-1).tolist()
     listed = [ids] if _is_whole(ids) else ids
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping):
-        raise InputError(f"{name} is {_shown(ids)}; give one token id or a list of them.")
+        raise InputError(f"{name} is {shown(ids)}; give one token id or a list of them.")
     rule = "token ids are whole numbers from 0 on, and with [] none ends an answer"
     return tuple(whole(name, one, rule, least=0) for one in listed)  # configs name padding ids too: never written
 
@@ -160,7 +160,7 @@ def texts(name: str, value: Any) -> tuple[str, ...]:
         return () if value is None else (value,)
     found = tuple(value) if isinstance(value, Iterable) and not isinstance(value, Mapping | bytes) else None
     if found is None or not all(isinstance(text, str) for text in found):
-        raise InputError(f"{name} is {_shown(value)}; give a text or a list of texts.")
+        raise InputError(f"{name} is {shown(value)}; give a text or a list of texts.")
     return found
 
 
@@ -171,13 +171,11 @@ def require_parts(target: Any, heads: Any, tree: Any, capacity: Any) -> None:
         InputError: names the argument and what makes one.
     """
     if not isinstance(target, Target):
-        raise InputError(f"target is {_shown(target)}; give what load_target(...) returns.")
+        raise InputError(f"target is {shown(target)}; give what load_target(...) returns.")
     if heads is not None and not isinstance(heads, DraftHeads):
-        raise InputError(
-            f"heads is {_shown(heads)}; give what load_heads(..., target) returns, or None without a tree."
-        )
+        raise InputError(f"heads is {shown(heads)}; give what load_heads(..., target) returns, or None without a tree.")
     if not isinstance(tree, Tree):
-        raise InputError(f"tree is {_shown(tree)}; give {_way_to_tree(tree)}.")
+        raise InputError(f"tree is {shown(tree)}; give {_way_to_tree(tree)}.")
     whole("capacity", capacity, "it counts the tokens of prompt and answer, at least 1", least=1)
 
 
@@ -206,14 +204,14 @@ def _token_ids(prompt: Any, name: str) -> list[int]:
             raise InputError(f"{_one_at_a_time(name)}, not shape {tuple(prompt.shape)}; decode_batch takes several.")
         prompt = prompt.tolist()
     if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise InputError(f"{name} is {_shown(prompt)}; give its token ids, as a list or a tensor.")
+        raise InputError(f"{name} is {shown(prompt)}; give its token ids, as a list or a tensor.")
     if set(map(type, prompt)) <= {int}:
         return list(prompt)
     for token in prompt:
         if isinstance(token, Sequence | torch.Tensor | np.ndarray) and not _is_whole(token) and type(token) is not str:
             raise InputError(f"{_one_at_a_time(name)}; decode_batch takes several.")
         if not _is_whole(token):
-            raise InputError(f"{name} holds {_shown(token)}; token ids are whole numbers.")
+            raise InputError(f"{name} holds {shown(token)}; token ids are whole numbers.")
     return [operator.index(token) for token in prompt]
 
 
@@ -230,14 +228,7 @@ def _way_to_tree(tree: Any) -> str:
 
 
 def _is_whole(value: Any) -> bool:
-    if type(value) is int:
-        return True
+    """As `is_whole`, and of a tensor of no dimension."""
     if isinstance(value, torch.Tensor):
         return value.ndim == 0 and not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _shown(value: Any) -> str:
-    """The value, or its type where it is long."""
-    text = repr(value)
-    return text if len(text) <= 40 and "\n" not in text else f"a {type(value).__name__}"
+    return is_whole(value)

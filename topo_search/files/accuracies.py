@@ -20,8 +20,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from topo_search.errors import InputError
-from topo_search.files.documents import Document, parse_json, shown, validated
+from topo_search.errors import InputError, shown
+from topo_search.files.documents import Document, parse_json, validated
 from topo_search.files.reading import naming, read_text
 
 MAX_BYTES = 16 * 2**20

@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
-from topo_search.errors import InputError
+from topo_search.errors import InputError, shown
 from topo_search.files.atomic import write_text
 from topo_search.files.reading import naming, read_text
 
@@ -149,12 +149,6 @@ def as_dataclass(where: object, value: Any, kind: type[T]) -> T:
 def json_text(value: Any) -> str:
     """JSON in which a list or object of plain values keeps to one line; NaN and infinities become null."""
     return _laid_out(_plain(value), "")
-
-
-def shown(value: Any) -> str:
-    """A value as it may stand in a message: never long."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _explained(detail: ErrorDetails) -> str:

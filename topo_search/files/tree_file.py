@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, WithJsonSchema
 
-from topo_search.errors import InputError
+from topo_search.errors import InputError, shown
 from topo_search.files.artefacts import ArtefactRef
-from topo_search.files.documents import Document, Length, Positive, published, read_document, shown, write_document
+from topo_search.files.documents import Document, Length, Positive, published, read_document, write_document
 from topo_search.files.reading import naming
 from topo_search.identity import HeadsIdentity, RuleIdentity, TargetIdentity, recorded
 from topo_search.tree import Tree, canonical_key

@@ -38,7 +38,7 @@ def scope(held: Assumptions) -> str:
         ]
         words.append(f"timed at {', '.join(shown)}")
     if held.rule is not None:
-        words.append(f"{held.rule.rule} acceptance at temperature {held.rule.temperature:g}")
+        words.append(held.rule.in_words)
     return f"Holds for {', '.join(words)}."
 
 

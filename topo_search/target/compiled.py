@@ -2,7 +2,7 @@
 
 The packed products and attention over the cache are opaque calls in it, so weights stay packed once for all modes, no
 cache is traced, and a graph depends on nothing but its width: one serves every width from 2 on, a second width 1, which
-torch specialises (padding plain decoding to two rows would cost it a tenth of a step, always). What lies between the
+torch specialises (plain decoding padded to two rows would pay for a step of width 2, always). What lies between the
 calls (norms, rotary angles, the gate) becomes one kernel each. Without inductor's freezing torch keeps what it
 compiled on disk, so only the first process on a machine pays for the kernels.
 
