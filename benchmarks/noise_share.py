@@ -20,6 +20,7 @@ import numpy as np
 
 from topo_search.answers import answer_batch
 from topo_search.calibrate import EncodedPrompt, empty_trace, encode_prompts, trace_of_answers
+from topo_search.cli.decoding import fitting_tree
 from topo_search.cli.inputs import evenly
 from topo_search.files.prompts import packaged_prompts
 from topo_search.files.tree_file import read_tree
@@ -36,7 +37,8 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 def main() -> None:
     options = _options()
     target = load_target("demo")
-    heads, tree = load_heads("demo-medusa", target), read_tree(options.tree).tree
+    heads = load_heads("demo-medusa", target)
+    tree = fitting_tree(options.tree, read_tree(options.tree), target, heads, allow_mismatch=False)
     cap, rows = options.max_new_tokens, []
     splits = {
         split: encode_prompts(

@@ -10,8 +10,11 @@ draws it (or is the best one), and a drafted token that was taken is certain. So
 divergence to the target's law, and the chance that an exact draw would give another token, are known; means are over
 the emitted positions. Exact sampling has 0 for both.
 
-A line per piece of work is appended as it is done, so a killed run continues:
+The exact rule's tree is refused where it was made for other heads or another rule. A line per piece of work is appended
+as it is done, so a killed run continues:
 
+    topo-search calibrate --temperature 0.7 --num-prompts 32 --max-new-tokens 64 --no-measure
+    topo-search optimize --budget 64
     python benchmarks/typical.py --tree trees/best-tree.tree.json
 """
 
@@ -29,6 +32,7 @@ import numpy as np
 import torch
 
 from topo_search.calibrate import EncodedPrompt, encode_prompts
+from topo_search.cli.decoding import fitting_tree, stored_tree
 from topo_search.cli.inputs import evenly
 from topo_search.decode.decoder import TreeDecoder
 from topo_search.decode.sampling import choose, filtered
@@ -59,7 +63,9 @@ def main() -> None:
     heads = load_heads("demo-medusa", target)
     bench = Bench(target, heads, options)
     exact = sampling_rule(temperature=options.temperature, seed=options.seed)
-    rows = [bench.row("plain decoding", exact, Tree(())), bench.row("exact", exact, read_tree(options.tree).tree)]
+    own = stored_tree(options.tree, rule=exact)
+    tree = fitting_tree(options.tree, own, target, heads, allow_mismatch=False)
+    rows = [bench.row("plain decoding", exact, Tree(())), bench.row("exact", exact, tree)]
     for epsilon, delta in GRID:
         for bonus in options.bonus:
             rule = typical_rule(

@@ -35,8 +35,8 @@ from topo_search.target.adapter import COMPILED, EAGER, GRAPH, Target
 AUTO = "auto"
 MODES = (AUTO, EAGER, COMPILED, GRAPH)
 COMPILING_COSTS = (
-    "torch compiles the step before anything is timed or written: once on a machine about two minutes on two cores, "
-    "then about half a minute in every process"
+    "torch compiles the step before anything is timed or written: width 1 and all others for themselves, each about "
+    "half a minute the first time on a machine (a small target on two cores), later some seconds"
 )
 CONTEXT_BUCKET = 256  # tokens; attention over the surplus costs less than a capture per length would
 _WARM_UPS = 3
