@@ -19,7 +19,7 @@ PACKAGE = ROOT / "topo_search"
 LAYERS = (
     {
         *("errors", "identity", "tree", "trace", "prefixes", "replay", "estimates", "cost", "special", "stats"),
-        *("accuracy", "search", "files", "export", "resources", "provenance", "accepts"),
+        *("accuracy", "search", "files", "export", "resources", "provenance", "accepts", "memory"),
     },
     {
         *("ranking", "target", "heads", "decode", "training", "answers", "calibrate", "measure", "device"),

@@ -16,6 +16,7 @@ import typer
 
 from topo_search import NOISY_LOGGERS
 from topo_search.errors import InputError, TopoSearchError
+from topo_search.memory import keep_freed_memory
 
 _YOUNG_OBJECTS = 500_000  # a search makes many objects and no cycles: the default looks for them every 700
 
@@ -57,6 +58,7 @@ def command_line(*names: str) -> typer.Typer:
 def main() -> None:
     """Run the command line; exit code 2 for bad input, 1 for a broken promise."""
     gc.set_threshold(_YOUNG_OBJECTS)
+    keep_freed_memory()
     warnings.showwarning = _show_warning
     for noisy in NOISY_LOGGERS:
         logging.getLogger(noisy).setLevel(logging.ERROR)
