@@ -32,7 +32,7 @@ from topo_search.compare import divergence, step_mismatch, teacher_forced
 from topo_search.cost import LatencyTable
 from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.decode.modes import MODES, in_mode, ready_mode
-from topo_search.device import device_record
+from topo_search.device import HostWatch, device_record
 from topo_search.files.atomic import write_text
 from topo_search.files.latency_file import read_latency, write_latency
 from topo_search.files.prompts import packaged_prompts
@@ -92,7 +92,9 @@ def main() -> int:
     first_token_ms = plain.generate(prompts[0].tokens, max_new_tokens=1).prefill_ms
     families = _families(target, options, work)
     contenders = _contenders(target, families, plain, options)
+    watch = HostWatch.start()
     runs = _race(contenders, prompts, options, work / "answers.jsonl")
+    load = watch.load()
     rows, failures = _rows(target, families, contenders, prompts, runs, options)
     document = {
         "target": asdict(target.identity),
@@ -104,6 +106,7 @@ def main() -> int:
         "repeats": options.repeats,
         "load_s": round(load_s, 2),
         "first_token_ms": round(first_token_ms, 1),
+        "host": asdict(load),
         "provenance": provenance(),
         "contenders": rows,
         "ceilings": [_ceiling(target, family, prompts, runs, options) for family in families],
@@ -385,6 +388,10 @@ def markdown(document: dict[str, Any]) -> str:
             f"{found['over_generate']:.2f} | {found['over_plain']:.2f} |"
         )
     lines += ["", f"Loading took {document['load_s']} s, the first token {document['first_token_ms']:.0f} ms."]
+    if document["host"]["other_cpu_share"] is not None:
+        lines.append(
+            f"While the race ran, others took {100 * document['host']['other_cpu_share']:.0f} % of the processors."
+        )
     return "\n".join(lines)
 
 

@@ -96,8 +96,9 @@ class ScriptedHeads:
         del capacity, batch
         return _Position()
 
-    def features(self, states: Tensor) -> Tensor:
+    def features(self, states: Tensor, following: Tensor) -> Tensor:
         """See `DraftHeads`."""
+        del following
         return torch.arange(1, len(states) + 1, dtype=states.dtype)[:, None]
 
     def propose(self, features: Tensor, roots: Tensor, plan: TreePlan, noise: Tensor | None = None) -> Tensor:
@@ -133,8 +134,9 @@ class _Position:
     def __init__(self) -> None:
         self._count = 0
 
-    def extend(self, states: Tensor) -> Tensor:
+    def extend(self, states: Tensor, following: Tensor) -> Tensor:
         """See `DraftContext`."""
+        del following
         self._count += states.shape[1]
         return torch.full((states.shape[0], 1), float(self._count), dtype=torch.float64)
 

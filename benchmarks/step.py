@@ -90,12 +90,13 @@ def _calls(target: Target, heads: DraftHeads, context: int) -> dict[str, Call]:
     ids = (torch.arange(context + 1, device=target.device) * 7919 + 11) % target.known_ids
     states = target.hidden_states(ids[None, :-1], cache=cache)[0]
     draft_context = heads.new_context(context + depth + 1)
-    draft_context.extend(states[None])
+    draft_context.extend(states[None], ids[None, 1:])
 
     def at_context() -> DecodeState:
         cache.length = context
         draft_context.rewind(context - 1)
-        return DecodeState(root=ids[-1:], fresh=states[-1:], cache=cache, context=draft_context)
+        root = ids[-1:]
+        return DecodeState(root=root, fresh=states[-1:], following=root, cache=cache, context=draft_context)
 
     calls: dict[str, Call] = {}
     for width in WIDTHS:

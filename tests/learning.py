@@ -80,6 +80,7 @@ def fresh(family: str, *, own_projection: bool = False, moved: bool = False) -> 
             arch="guide" if family == "guide" else "mlp",
             sees="fusion" if family == "fusion" else "path",
             prefix_attention=family == "hydra++",
+            root_in_prefix=family == "hydra++",
             layer=layer,
         )
         blocks = untrained_hydra(target, shape, share_projection=not own_projection)

@@ -196,7 +196,9 @@ def tiny_hydra(target: Target, *, shortlist: int | None = None, noise: float = 0
     features, paths = [], []
     with torch.no_grad():
         for answer in _answered(target):
-            read = blocks.read_prefix(torch.cat([answer.prompt_states, answer.states])[None])[0]
+            states = torch.cat([answer.prompt_states, answer.states])
+            following = target.embed(torch.tensor([*answer.prompt[1:], *answer.tokens]))
+            read = blocks.read_prefix(states[None], following[None])[0]
             features.append(read[len(answer.prompt_states) : -1])
             paths.append(true_paths(torch.tensor(answer.tokens), blocks.num_heads)[:, :-1])
         embedded = target.embed(torch.cat(paths))

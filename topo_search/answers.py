@@ -30,6 +30,7 @@ class Answer:
         end: `eos` or `cap`.
         states: the hidden state that chose each token, `[N, hidden]`, that of the prompt's last token first.
         prompt_states: those of the prompt's tokens before its last, where they were asked for.
+        prompt: the prompt's tokens, where its states were asked for.
     """
 
     prompt_index: int
@@ -37,6 +38,7 @@ class Answer:
     end: str
     states: Float[Tensor, "tokens hidden"]
     prompt_states: Float[Tensor, "prompt hidden"] | None = None
+    prompt: tuple[int, ...] = ()
 
 
 def digest_of(tokens: object) -> str:
@@ -115,6 +117,7 @@ class _Batch:
     written: list[list[int]]
     states: list[list[Tensor]]
     prompt_states: list[Tensor]
+    prompts: list[tuple[int, ...]]
 
     @classmethod
     def start(
@@ -142,6 +145,7 @@ class _Batch:
             written=[[] for _ in prompts],
             states=[[] for _ in prompts],
             prompt_states=[],
+            prompts=[],
         )
 
     def forward(self, ids: Int[Tensor, "batch width"]) -> Float[Tensor, "batch width hidden"]:
@@ -162,9 +166,10 @@ class _Batch:
         return choose(scores, rule, positions=self.positions, requests=self.requests)
 
     def keep_prompt_states(self, hidden: Float[Tensor, "batch width hidden"], prompts: Sequence[Sequence[int]]) -> None:
-        """Remember the states of every prompt's tokens before its last, padding excluded."""
+        """Remember every prompt, and the states of its tokens before its last, padding excluded."""
         rows = zip(hidden.cpu(), prompts, strict=True)
         self.prompt_states = [row[row.shape[0] - len(prompt) : -1].clone() for row, prompt in rows]
+        self.prompts = [tuple(prompt) for prompt in prompts]
 
     def append(self, chosen: Int[Tensor, " batch"], hidden: Float[Tensor, "batch hidden"]) -> None:
         """Add one token and the state that chose it to every row's text."""
@@ -182,6 +187,7 @@ class _Batch:
             end=end,
             states=states,
             prompt_states=self.prompt_states[index] if self.prompt_states else None,
+            prompt=self.prompts[index] if self.prompts else (),
         )
 
     def drop(self, ended: Tensor) -> None:

@@ -261,10 +261,12 @@ def _ids(heads: DraftHeads, scores: Tensor) -> int:
 def answer_features(heads: DraftHeads, answer: Answer) -> Float[Tensor, "answer hidden"]:
     """What the heads read where each of the answer's tokens was chosen."""
     if not heads.reads_prefix:
-        return heads.features(answer.states)
+        return heads.features(answer.states, torch.tensor(answer.tokens))
     assert answer.prompt_states is not None
+    states = torch.cat([answer.prompt_states, answer.states])
+    following = torch.tensor([*answer.prompt[1:], *answer.tokens])
     with torch.inference_mode():
-        return heads.features(torch.cat([answer.prompt_states, answer.states]))[len(answer.prompt_states) :]
+        return heads.features(states, following)[len(answer.prompt_states) :]
 
 
 def true_paths(tokens: Int[Tensor, " answer"], depth: int) -> Int[Tensor, "rows depth_plus_one"]:

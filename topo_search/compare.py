@@ -145,7 +145,12 @@ def teacher_forced(target: Target, prompt: Sequence[int], tokens: Sequence[int],
         states = target.hidden_states(ids)[0]
     start = len(prompt) - 1
     return Answer(
-        prompt_index=index, tokens=tuple(tokens), end=end, states=states[start:], prompt_states=states[:start]
+        prompt_index=index,
+        tokens=tuple(tokens),
+        end=end,
+        states=states[start:],
+        prompt_states=states[:start],
+        prompt=tuple(prompt),
     )
 
 

@@ -218,7 +218,7 @@ class _Alone:
         self.cache.clear()
         self.context.rewind(0)
         self.texts, self.states = texts, self.target.hidden_states(texts[:, :-1], cache=self.cache)
-        self.context.extend(self.states)
+        self.context.extend(self.states, texts[:, 1:])
 
     def step(self, plan: TreePlan, context: int) -> tuple[Half, Half]:
         """See `_Rows`."""
@@ -231,6 +231,7 @@ class _Alone:
         state = DecodeState(
             root=self.texts[0, context : context + 1],
             fresh=self.states[0, context - fresh : context],
+            following=self.texts[0, context - fresh + 1 : context + 1],
             cache=self.cache,
             context=self.context,
             sampler=sampler,
@@ -270,9 +271,9 @@ class _Together:
         """See `_Rows`."""
         self._commit(0)
         self.texts, self.states = texts, self.target.hidden_states(texts[:, :-1], cache=self.cache)
-        for context, states in zip(self.contexts, self.states, strict=True):
+        for context, states, text in zip(self.contexts, self.states, texts, strict=True):
             context.rewind(0)
-            context.extend(states[None])
+            context.extend(states[None], text[None, 1:])
 
     def step(self, plan: TreePlan, context: int) -> tuple[Half, Half]:
         """See `_Rows`."""

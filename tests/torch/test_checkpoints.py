@@ -57,7 +57,8 @@ def blocks_of(kind: str) -> Any:
         for parameter in blocks.parameters():
             parameter.data.normal_(std=0.1)
         return blocks
-    options: dict[str, Any] = {"arch": "guide", "sees": "fusion", "prefix_attention": True} if kind == "hydra++" else {}
+    whole = {"arch": "guide", "sees": "fusion", "prefix_attention": True, "root_in_prefix": True}
+    options: dict[str, Any] = whole if kind == "hydra++" else {}
     return drawn_hydra(TARGET, hydra_shape(TARGET, num_heads=3, **options), own_projection=kind == "hydra own")
 
 
@@ -66,7 +67,7 @@ def rows(count: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def scores_of(heads: DraftHeads, states: Tensor, tokens: Tensor) -> Tensor:
-    return heads.path_scores(heads.features(states), tokens[:, : heads.identity.num_heads])
+    return heads.path_scores(heads.features(states, tokens[:, 0]), tokens[:, : heads.identity.num_heads])
 
 
 def rewritten(folder: Path, change: Any) -> None:
@@ -308,7 +309,7 @@ def test_hydra_prefix_mlp(tmp_path: Path) -> None:
     with torch.no_grad():
         read = reference(inputs_embeds=states[None]).last_hidden_state[0]
     assert heads.reads_prefix
-    assert torch.allclose(heads.features(states), read, rtol=0, atol=1e-9)
+    assert torch.allclose(heads.features(states, tokens[:, 0]), read, rtol=0, atol=1e-9)
     expected = hydra_scores(tensors, read, TARGET.embed(tokens))
     assert torch.allclose(scores_of(heads, states, tokens), expected, rtol=0, atol=1e-9)
 

@@ -107,11 +107,11 @@ def test_medusa_heads_are_draft_heads() -> None:
     heads = tiny_heads(TARGET)
     assert isinstance(heads, DraftHeads)
     assert (heads.cost, heads.path_local, heads.reads_prefix) == (DraftCost.PER_STEP, True, False)
-    states = torch.randn(3, TARGET.hidden_size, dtype=torch.float64)
-    assert torch.equal(heads.features(states), states)
+    states, following = torch.randn(3, TARGET.hidden_size, dtype=torch.float64), torch.arange(3)
+    assert torch.equal(heads.features(states, following), states)
     context = heads.new_context(8)
     assert isinstance(context, LastState)
-    assert torch.equal(context.extend(states[None]), states[-1:])
+    assert torch.equal(context.extend(states[None], following[None]), states[-1:])
 
 
 @LAYOUTS

@@ -55,6 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "rootless": {"root_in_first": False},
     "fusion": {"sees": "fusion"},
     "prefix": {"prefix_attention": True},
+    "rooted prefix": {"prefix_attention": True, "root_in_prefix": True},
     "all": {"arch": "guide", "num_layers": 2, "sees": "fusion", "root_in_first": False, "prefix_attention": True},
 }
 OPTIONS = SHAPES | {"shortlist": {"shortlist": 30}, "prefix shortlist": {"prefix_attention": True, "shortlist": 30}}
@@ -93,7 +94,7 @@ def test_untrained_heads_give_the_targets_own_scores(option: str, shared: bool) 
     gain = float(states.square().mean().sqrt())
     shape = hydra_shape(TARGET, **SHAPES[option])
     heads = bound_hydra(untrained_hydra(TARGET, shape, share_projection=shared, gain=gain), TARGET)
-    read = heads.features(states)
+    read = heads.features(states, tokens[:, 0])
     if not heads.reads_prefix:
         assert torch.equal(read, states)
     else:
@@ -171,10 +172,14 @@ def test_scores_are_those_of_the_formula(option: str) -> None:
     blocks = drawn(option)
     heads = bound_hydra(blocks, TARGET)
     states, tokens = rows(5)
-    read = heads.features(states)
+    read = heads.features(states, tokens[:, 0])
     if blocks.prefix is not None:
         assert blocks.shape.layer is not None
-        assert torch.allclose(read, llama_layer(blocks.prefix, blocks.shape.layer, states), rtol=0, atol=1e-9)
+        inputs = states
+        if blocks.prefix_root is not None:
+            roots = TARGET.embed(tokens[:, 0])
+            inputs = states + (roots / roots.square().mean(dim=1, keepdim=True).sqrt()) @ blocks.prefix_root.weight.T
+        assert torch.allclose(read, llama_layer(blocks.prefix, blocks.shape.layer, inputs), rtol=0, atol=1e-9)
     scores, embedded = heads.path_scores(read, tokens), TARGET.embed(tokens)
     for row in range(5):
         for head in range(4):
@@ -273,10 +278,10 @@ def no_read_back(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_drafting_reads_nothing_back(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     heads, plan = fitted(option), plan_of(BUSHY)
     states, tokens = rows(3)
-    context = heads.new_context(16)
-    context.extend(states[None])
+    context, following = heads.new_context(16), tokens[None, :, 0]
+    context.extend(states[None], following)
     with torch.inference_mode(), no_read_back(monkeypatch):
-        heads.propose(context.extend(states[None]), tokens[:1, 0], plan)
+        heads.propose(context.extend(states[None], following), tokens[:1, 0], plan)
 
 
 # Path-locality
@@ -287,11 +292,12 @@ def test_lists_do_not_depend_on_where_steps_began(option: str) -> None:
     """MATH 1: one text cut into steps in several ways; what the heads read, and so every list, is the same."""
     heads = fitted(option)
     states, tokens = rows(23)
-    whole = heads.features(states)
+    whole = heads.features(states, tokens[:, 0])
     for cuts in ([1] * 23, [5, 1, 3, 1, 4, 9], [23], [22, 1], [1, 22]):
         context, start = heads.new_context(24), 0
         for count in cuts:
-            read = context.extend(states[None, start : start + count])[0]
+            part = slice(start, start + count)
+            read = context.extend(states[None, part], tokens[None, part, 0])[0]
             start += count
             assert torch.allclose(read, whole[start - 1], rtol=0, atol=1e-12)
             lists = top_tokens(heads.path_scores(read[None], tokens[start - 1 : start]), 20)
@@ -300,14 +306,16 @@ def test_lists_do_not_depend_on_where_steps_began(option: str) -> None:
             )
 
 
-def test_a_context_forgets_what_is_rewound() -> None:
-    heads = fitted("prefix")
-    states, _ = rows(9)
+@pytest.mark.parametrize("option", ["prefix", "rooted prefix"])
+def test_a_context_forgets_what_is_rewound(option: str) -> None:
+    heads = fitted(option)
+    states, tokens = rows(9)
+    following, kept = tokens[:, 0], [0, 1, 2, 3, 7, 8]
     context = heads.new_context(16)
-    context.extend(states[None])
+    context.extend(states[None], following[None])
     context.rewind(4)
-    read = context.extend(states[None, [7, 8]])[0]
-    assert torch.allclose(read, heads.features(states[[0, 1, 2, 3, 7, 8]])[-1], rtol=0, atol=1e-12)
+    read = context.extend(states[None, [7, 8]], following[None, [7, 8]])[0]
+    assert torch.allclose(read, heads.features(states[kept], following[kept])[-1], rtol=0, atol=1e-12)
 
 
 def test_what_prefix_heads_read_depends_on_the_prompt() -> None:
@@ -316,7 +324,7 @@ def test_what_prefix_heads_read_depends_on_the_prompt() -> None:
     answer = answer_batch(TARGET, [PROMPTS[1]], max_new_tokens=6, keep_prompt_states=True)[0]
     assert answer.prompt_states is not None
     read = answer_features(heads, answer)
-    shorter = answer_features(heads, replace(answer, prompt_states=answer.prompt_states[1:]))
+    shorter = answer_features(heads, replace(answer, prompt_states=answer.prompt_states[1:], prompt=answer.prompt[1:]))
     assert read.shape == shorter.shape == answer.states.shape
     assert (read - shorter).abs().max() > 1e-6
 
@@ -439,8 +447,9 @@ def test_packed_heads_score_as_plain_ones() -> None:
     packed = HydraHeads(drawn_hydra(target, shape), target, identity)
     exact = HydraHeads(drawn_hydra(target, shape), target, identity, dtype=torch.float64)
     states, tokens = torch.randn(5, 64), torch.randint(0, VOCAB, (5, 4))
-    expected = exact.path_scores(exact.features(states), tokens)
-    assert torch.allclose(packed.path_scores(packed.features(states), tokens), expected, rtol=1e-3, atol=1e-3)
+    expected = exact.path_scores(exact.features(states, tokens[:, 0]), tokens)
+    found = packed.path_scores(packed.features(states, tokens[:, 0]), tokens)
+    assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -449,6 +458,7 @@ def test_packed_heads_score_as_plain_ones() -> None:
         ({"num_heads": 0}, "num_heads"),
         ({"num_layers": 0}, "num_layers"),
         ({"prefix_attention": True}, "need the shape of their attention layer"),
+        ({"root_in_prefix": True}, "root_in_prefix need prefix_attention"),
         ({"sees": "fusion"}, "need the shape of their attention layer"),
     ],
 )

@@ -92,7 +92,8 @@ def reference(
     sums, counts = [0.0] * HEADS, [0] * HEADS
     for tokens, prompt in zip(texts_of(own_text()), own_text().prompt_lengths.tolist(), strict=True):
         states = plain_states(tokens).half().float()
-        features = blocks.read_prefix(states[None])[0]
+        following = embed(torch.cat([tokens[1:], tokens[-1:]]))
+        features = blocks.read_prefix(states[None], following[None])[0]
         for g in range(prompt - 1, len(tokens) - 2):
             for k in range(1, HEADS + 1):
                 if g + 1 + k >= len(tokens) or tokens[g + 1 + k] not in columns:
@@ -240,6 +241,7 @@ def test_learning_from_the_target_is_learning_its_distribution() -> None:
     batch = load_batch(own_text(), states_of(own_text()), torch.arange(9), HEADS, whole=False)
     batch = type(batch)(
         states=batch.states,
+        following=batch.following,
         mask=batch.mask,
         rows=batch.rows,
         teachers=batch.rows[:, None].expand(-1, HEADS).contiguous(),  # an untrained head repeats this very teacher

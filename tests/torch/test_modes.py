@@ -81,7 +81,7 @@ def test_graphs_sample_and_read_prefixes_as_eager_steps_do(
 ) -> None:
     """Hydra++ keeps its own context outside the graph; noise in the candidates is drawn anew each step."""
     target = target_of("llama")
-    heads = tiny_hydra(target, prefix_attention=True)
+    heads = tiny_hydra(target, prefix_attention=True, root_in_prefix=True)
     graph = TreeDecoder(target, heads, TREES["dense"], capacity=60, run_probe=False)
     monkeypatch.undo()
     eager = TreeDecoder(target, heads, TREES["dense"], capacity=60, run_probe=False)

@@ -13,7 +13,6 @@ from topo_search.cli.training_run import Job, job_of, run_training
 if TYPE_CHECKING:
     from torch import nn
 
-    from topo_search.heads.hydra import HydraShape
     from topo_search.target import Target
 
 app = typer.Typer(help="Train draft heads, the target frozen, or with it.", no_args_is_help=True)
@@ -111,7 +110,9 @@ def hydra(
     Example: topo-search train hydra --target demo --text text --out my-heads
     """
     job = job_of(locals())
-    _run_hydra(job, num_layers, arch, sees, blind_first, own_projection, intermediate_size, prefix_attention=False)
+    shape = {"num_layers": num_layers, "arch": arch, "sees": sees, "root_in_first": not blind_first}
+    shape["prefix_attention"] = False
+    _run_hydra(job, shape, own_projection=own_projection, intermediate_size=intermediate_size)
 
 
 @app.command("hydra++")
@@ -128,6 +129,7 @@ def hydra_plus_plus(
     arch: training_options.Arch = "mlp",
     sees: training_options.Sees = "path",
     blind_first: training_options.BlindFirst = False,
+    root_in_prefix: training_options.RootInPrefix = False,
     intermediate_size: training_options.IntermediateSize = None,
     own_projection: training_options.OwnProjection = False,
     shortlist: training_options.Shortlist = 0,
@@ -153,20 +155,13 @@ def hydra_plus_plus(
     Example: topo-search train hydra++ --target demo --text text --out my-heads
     """
     job = job_of(locals())
-    _run_hydra(job, num_layers, arch, sees, blind_first, own_projection, intermediate_size, prefix_attention=True)
+    shape = {"num_layers": num_layers, "arch": arch, "sees": sees, "root_in_first": not blind_first}
+    shape |= {"prefix_attention": True, "root_in_prefix": root_in_prefix}
+    _run_hydra(job, shape, own_projection=own_projection, intermediate_size=intermediate_size)
 
 
-def _run_hydra(
-    job: Job,
-    num_layers: int,
-    arch: Any,
-    sees: Any,
-    blind_first: bool,
-    own: bool,
-    intermediate_size: int | None,
-    *,
-    prefix_attention: bool,
-) -> None:
+def _run_hydra(job: Job, shape: dict[str, Any], *, own_projection: bool, intermediate_size: int | None) -> None:
+    """Train heads of a `HydraShape` with the given fields."""
     from topo_search.heads.attention import LayerShape
     from topo_search.heads.hydra import HydraShape, untrained_hydra
 
@@ -174,17 +169,9 @@ def _run_hydra(
         layer = LayerShape.of(model)
         if intermediate_size is not None:
             layer = replace(layer, intermediate_size=intermediate_size)
-        shape: HydraShape = HydraShape(
-            hidden=model.hidden_size,
-            num_heads=job.num_heads,
-            num_layers=num_layers,
-            arch=arch,
-            sees=sees,
-            root_in_first=not blind_first,
-            prefix_attention=prefix_attention,
-            layer=layer if prefix_attention or sees == "fusion" else None,
-        )
-        return untrained_hydra(model, shape, share_projection=not own, gain=gain)
+        attends = shape["prefix_attention"] or shape["sees"] == "fusion"
+        whole = HydraShape(hidden=model.hidden_size, num_heads=job.num_heads, layer=layer if attends else None, **shape)
+        return untrained_hydra(model, whole, share_projection=not own_projection, gain=gain)
 
     run_training(job, blocks)
 

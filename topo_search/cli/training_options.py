@@ -44,4 +44,10 @@ Sees = Annotated[
 IntermediateSize = Annotated[
     int | None, typer.Option(min=1, help="Feed-forward width of the attention layer; that of the target's by default.")
 ]
+RootInPrefix = Annotated[
+    bool,
+    typer.Option(
+        "--root-in-prefix", help="The prefix layer reads each state with the token after it, as EAGLE's layer does."
+    ),
+]
 BlindFirst = Annotated[bool, typer.Option("--blind-first", help="Head 1 sees the hidden state alone, not the root.")]

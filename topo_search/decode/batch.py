@@ -191,7 +191,7 @@ class Batch:
         if self.heads is not None and self.plan.tree.paths:
             row.context = self.heads.new_context(capacity + self.plan.tree.depth)
             if len(states) > 1:
-                row.context.extend(states[None, :-1])
+                row.context.extend(states[None, :-1], self._tokens(row.text[1:]))
         row.fresh = states[-1:]
         row.text.append(row.sampler.next_token(self.target.logits(states[-1:])[0], row.text))
         row.prefill_ms = row.total_ms = self._elapsed_ms()
@@ -204,7 +204,7 @@ class Batch:
         features = []
         for row in self.rows:
             assert row.context is not None and row.fresh is not None
-            features.append(row.context.extend(row.fresh[None]))
+            features.append(row.context.extend(row.fresh[None], self._tokens(row.text[-len(row.fresh) :])))
         assert self.heads is not None
         return torch.cat(
             [roots[:, None], self.heads.propose(torch.cat(features), roots, self.plan, self._noise())], dim=1
@@ -221,6 +221,9 @@ class Batch:
         if self.target.mixes_layer_types:
             return {"full_attention": self.plan.masks_at(lengths), "sliding_attention": windowed}
         return windowed
+
+    def _tokens(self, tokens: list[int]) -> Int[Tensor, "1 count"]:
+        return torch.tensor([tokens], device=self.target.device)
 
     def _padded(self, width: int) -> Int[Tensor, "batch width"]:
         ids = [[*row.text, *[0] * (width - len(row.text))] for row in self.rows]

@@ -218,11 +218,13 @@ class TreeDecoder:
         if self._context is not None:
             self._context.rewind(0)
             if len(prompt) > 1:
-                self._context.extend(hidden[None, :-1])
+                self._context.extend(hidden[None, :-1], ids[:, 1:])
         token = sampler.next_token(self.target.logits(hidden[-1]), prompt)
+        root = torch.tensor([token], device=self.target.device)
         return DecodeState(
-            root=torch.tensor([token], device=self.target.device),
+            root=root,
             fresh=hidden[-1:],
+            following=root,
             cache=self._cache,
             context=self._context,
             sampler=sampler,

@@ -180,7 +180,7 @@ class GraphStep(TreeStep):
             super().draft(state)
             return
         assert self.heads is not None and state.context is not None
-        features = state.context.extend(state.fresh[None])
+        features = state.context.extend(state.fresh[None], state.following[None])
         if self._drafted is None:
             self._drafted = _Drafted.captured(self.heads, self.plan, features, state.root, self._capture)
         self.input_ids[0, :1] = state.root

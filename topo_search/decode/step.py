@@ -27,6 +27,7 @@ class DecodeState:
     Attributes:
         root: `[1]`, the token chosen last.
         fresh: `[count, hidden]`, states of the tokens committed since heads last drafted; the last one chose the root.
+        following: `[count]`, the tokens after those, the root last.
         cache: the committed text's keys and values.
         context: what the heads keep of the committed text before `fresh`, or None where no head drafts.
         sampler: how this sequence's tokens are chosen.
@@ -35,6 +36,7 @@ class DecodeState:
 
     root: Int[Tensor, " one"]
     fresh: Float[Tensor, "count hidden"]
+    following: Int[Tensor, " count"]
     cache: SlotCache
     context: DraftContext | None = None
     sampler: Sampler = field(default_factory=Sampler)
@@ -57,7 +59,7 @@ class TreeStep:
         self.input_ids[0, :1] = state.root
         if self.plan.tree.paths:
             assert self.heads is not None and state.context is not None
-            features = state.context.extend(state.fresh[None])
+            features = state.context.extend(state.fresh[None], state.following[None])
             self.input_ids[:, 1:] = self.heads.propose(features, state.root, self.plan, self._noise(state))
 
     def _noise(self, state: DecodeState) -> Float[Tensor, "1 depth vocab"] | None:
@@ -76,7 +78,7 @@ class TreeStep:
         slots, root = accepted_path(scores, self.input_ids[0], self.plan, state.sampler, state.text)
         emitted = torch.cat([self.input_ids[0, slots[1:]], root])
         state.cache.keep(slots)
-        state.root, state.fresh = root, hidden[slots]
+        state.root, state.fresh, state.following = root, hidden[slots], emitted
         return emitted
 
     def tree_scores(self, cache: SlotCache) -> tuple[Float[Tensor, "width hidden"], Float[Tensor, "width vocab"]]:

@@ -6,11 +6,12 @@ attention over h_t and the candidates' embeddings.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaModel
 
@@ -114,16 +115,29 @@ class DecoderLayer(nn.Module):
 
 
 class PrefixContext:
-    """Prefix attention, step by step: its cache holds every committed position."""
+    """Prefix attention, step by step: its cache holds every committed position.
 
-    def __init__(self, layer: DecoderLayer, capacity: int, *, batch: int, dtype: torch.dtype, device: torch.device):
-        self._layer = layer
+    `inputs` makes what the layer reads from states and the tokens after them.
+    """
+
+    def __init__(
+        self,
+        layer: DecoderLayer,
+        inputs: Callable[[Tensor, Tensor], Tensor],
+        capacity: int,
+        *,
+        batch: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self._layer, self._inputs = layer, inputs
         self._cache = layer.new_cache(capacity, batch=batch, dtype=dtype, device=device)
 
-    def extend(self, states: Float[Tensor, "batch count hidden"]) -> Float[Tensor, "batch hidden"]:
+    def extend(
+        self, states: Float[Tensor, "batch count hidden"], following: Int[Tensor, "batch count"]
+    ) -> Float[Tensor, "batch hidden"]:
         """See `DraftContext`."""
-        states = states.to(self._cache.storage.dtype)
-        output: Tensor = self._layer(states, cache=self._cache)
+        output: Tensor = self._layer(self._inputs(states, following), cache=self._cache)
         self._cache.commit(states.shape[1])
         return output[:, -1]
 

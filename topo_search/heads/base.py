@@ -31,8 +31,13 @@ class DraftCost(StrEnum):
 class DraftContext(Protocol):
     """What heads keep of the committed text while decoding."""
 
-    def extend(self, states: Float[Tensor, "batch count hidden"]) -> Float[Tensor, "batch hidden"]:
-        """Take in the hidden states of newly committed tokens, in order, and return what the heads read there."""
+    def extend(
+        self, states: Float[Tensor, "batch count hidden"], following: Int[Tensor, "batch count"]
+    ) -> Float[Tensor, "batch hidden"]:
+        """Take in the states of newly committed tokens, in order, and return what the heads read at the last.
+
+        `following` are the tokens that come after them, the root last.
+        """
         ...
 
     def rewind(self, length: int) -> None:
@@ -65,7 +70,7 @@ class DraftHeads(Protocol):
 
     @property
     def reads_prefix(self) -> bool:
-        """Whether `features` needs the states of every committed position, the prompt's first among them."""
+        """Whether `features` needs every committed position, the prompt's first among them."""
         ...
 
     @property
@@ -73,8 +78,13 @@ class DraftHeads(Protocol):
         """Target id of each score column, ascending, where heads draft from a shortlist; None: the id itself."""
         ...
 
-    def features(self, states: Float[Tensor, "positions hidden"]) -> Float[Tensor, "positions hidden"]:
-        """What the heads read at each of the given consecutive committed positions (from the first, if they must)."""
+    def features(
+        self, states: Float[Tensor, "positions hidden"], following: Int[Tensor, " positions"]
+    ) -> Float[Tensor, "positions hidden"]:
+        """What the heads read at each of the given consecutive committed positions (from the first, if they must).
+
+        `following` are the tokens that come after them; they may lie on any device.
+        """
         ...
 
     def new_context(self, capacity: int, *, batch: int = 1) -> DraftContext:
@@ -107,8 +117,11 @@ class DraftHeads(Protocol):
 class LastState:
     """The context of heads that read the last committed token's hidden state and nothing else."""
 
-    def extend(self, states: Float[Tensor, "batch count hidden"]) -> Float[Tensor, "batch hidden"]:
+    def extend(
+        self, states: Float[Tensor, "batch count hidden"], following: Int[Tensor, "batch count"]
+    ) -> Float[Tensor, "batch hidden"]:
         """See `DraftContext`."""
+        del following
         return states[:, -1]
 
     def rewind(self, length: int) -> None:

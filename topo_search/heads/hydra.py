@@ -4,6 +4,9 @@ Head k scores x_{t+1+k} from h_t and the embeddings of the root x_{t+1} and of t
 come from the target's own frozen table. Every expanded node has a list of its own; all of a depth are drafted in one
 call. Options of the one class: what a head sees of the path, the block it is made of, and for Hydra++ (section 4) more
 layers and prefix attention over the committed tokens. h_t is the state *before* the root; the guide's x_t is our root.
+
+With `root_in_prefix` the prefix layer reads each state together with the token after it, as EAGLE's layer does (arXiv
+2401.15077, section 3.1): the root then asks the committed text, where the paper's layer runs before the root is known.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class HydraShape:
             over h_t and the path (`fusion`).
         root_in_first: whether head 1 sees the root; without it head 1 sees h_t alone.
         prefix_attention: whether a decoder layer over all committed tokens' states replaces h_t (Hydra++).
+        root_in_prefix: whether that layer reads, beside each state, the embedding of the token after it.
         layer: shape of the attention layers; needed where there is one.
     """
 
@@ -53,6 +57,7 @@ class HydraShape:
     sees: Sees = "path"
     root_in_first: bool = True
     prefix_attention: bool = False
+    root_in_prefix: bool = False
     layer: LayerShape | None = None
 
     def __post_init__(self) -> None:
@@ -61,6 +66,10 @@ class HydraShape:
                 raise InputError(f"Hydra heads need {name} of at least 1, not {getattr(self, name)}.")
         if self.layer is None and (self.prefix_attention or self.sees == "fusion"):
             raise InputError("Hydra heads with attention need the shape of their attention layer.")
+        if self.root_in_prefix and not self.prefix_attention:
+            raise InputError(
+                "Hydra heads with root_in_prefix need prefix_attention: there is no layer to read the root."
+            )
 
     def embeddings_seen(self, head: int) -> int:
         """Vectors beside h_t that head number `head`, from 0, reads."""
@@ -114,6 +123,9 @@ class HydraBlocks(nn.Module):
         self.prefix, self.fusion = None, None
         if shape.layer is not None and shape.prefix_attention:
             self.prefix = DecoderLayer(shape.hidden, shape.layer, gain=gain)
+        self.prefix_root = nn.Linear(shape.hidden, shape.hidden, bias=False) if shape.root_in_prefix else None
+        if self.prefix_root is not None:
+            nn.init.zeros_(self.prefix_root.weight)
         if shape.layer is not None and shape.sees == "fusion":
             self.fusion = DecoderLayer(shape.hidden, shape.layer, gain=gain)
         copies = None if projection is None else nn.Parameter(projection.repeat(shape.num_heads, 1, 1))
@@ -131,10 +143,28 @@ class HydraBlocks(nn.Module):
         return self.prefix is not None
 
     def read_prefix(
-        self, states: Float[Tensor, "batch positions hidden"], mask: Tensor | None = None
+        self,
+        states: Float[Tensor, "batch positions hidden"],
+        following: Float[Tensor, "batch positions hidden"] | None = None,
+        mask: Tensor | None = None,
     ) -> Float[Tensor, "batch positions hidden"]:
-        """What heads read at each position of whole texts; the states themselves without prefix attention."""
-        return states if self.prefix is None else self.prefix(states, mask=mask)
+        """What heads read at each position of whole texts; the states themselves without prefix attention.
+
+        `following` are the embeddings of the tokens after each position, for a layer that reads them.
+        """
+        return states if self.prefix is None else self.prefix(self.prefix_inputs(states, following), mask=mask)
+
+    def prefix_inputs(
+        self,
+        states: Float[Tensor, "batch positions hidden"],
+        following: Float[Tensor, "batch positions hidden"] | None,
+    ) -> Float[Tensor, "batch positions hidden"]:
+        """What the prefix layer reads at each position."""
+        if self.prefix_root is None:
+            return states
+        assert following is not None
+        read: Tensor = self.prefix_root(functional.rms_norm(following, following.shape[-1:]))
+        return states + read
 
     def head(
         self, head: int, features: Float[Tensor, "*rows hidden"], path: Float[Tensor, "*rows seen hidden"]
@@ -209,15 +239,21 @@ class HydraHeads:
         """See `DraftHeads`."""
         return self.projection.token_map
 
-    def features(self, states: Float[Tensor, "positions hidden"]) -> Float[Tensor, "positions hidden"]:
+    def features(
+        self, states: Float[Tensor, "positions hidden"], following: Int[Tensor, " positions"]
+    ) -> Float[Tensor, "positions hidden"]:
         """See `DraftHeads`."""
-        return self.blocks.read_prefix(states.to(device=self.target.device, dtype=self.dtype)[None])[0]
+        read = states.to(device=self.target.device, dtype=self.dtype)[None]
+        if self.blocks.prefix_root is not None:
+            self._require_known(following)
+        return self.blocks.read_prefix(read, self._embedded(following[None]))[0]
 
     def new_context(self, capacity: int, *, batch: int = 1) -> DraftContext:
         """See `DraftHeads`."""
         if self.blocks.prefix is None:
             return LastState()
-        return PrefixContext(self.blocks.prefix, capacity, batch=batch, dtype=self.dtype, device=self.target.device)
+        layer, device = self.blocks.prefix, self.target.device
+        return PrefixContext(layer, self._prefix_inputs, capacity, batch=batch, dtype=self.dtype, device=device)
 
     def propose(
         self,
@@ -250,7 +286,18 @@ class HydraHeads:
         handed = self.blocks.true_path(features.to(device=device, dtype=self.dtype), path, tokens.shape[1])
         return self.projection.scores(handed).transpose(0, 1)
 
-    def _require_known(self, tokens: Int[Tensor, "rows depth"]) -> None:
+    def _prefix_inputs(
+        self, states: Float[Tensor, "batch count hidden"], following: Int[Tensor, "batch count"]
+    ) -> Float[Tensor, "batch count hidden"]:
+        return self.blocks.prefix_inputs(states.to(self.dtype), self._embedded(following))
+
+    def _embedded(self, following: Int[Tensor, "batch count"]) -> Float[Tensor, "batch count hidden"] | None:
+        """Embeddings that the prefix layer reads, or None where it reads none."""
+        if self.blocks.prefix_root is None:
+            return None
+        return self.target.embed(following.to(self.target.device)).to(self.dtype)
+
+    def _require_known(self, tokens: Int[Tensor, "*rows"]) -> None:
         """An id beyond the table would end the process on an accelerator, so it is looked for before."""
         table: Tensor = self.target.input_embeddings.weight  # type: ignore[assignment]
         rows = table.shape[0]

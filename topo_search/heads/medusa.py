@@ -61,10 +61,13 @@ class MedusaBlocks(nn.Module):
         return False
 
     def read_prefix(
-        self, states: Float[Tensor, "batch positions hidden"], mask: Tensor | None = None
+        self,
+        states: Float[Tensor, "batch positions hidden"],
+        following: Float[Tensor, "batch positions hidden"] | None = None,
+        mask: Tensor | None = None,
     ) -> Float[Tensor, "batch positions hidden"]:
         """What the heads read at each position of whole texts: the states themselves."""
-        del mask
+        del following, mask
         return states
 
     def true_path(
@@ -120,8 +123,11 @@ class MedusaHeads:
         """See `DraftHeads`."""
         return self.projection.token_map
 
-    def features(self, states: Float[Tensor, "positions hidden"]) -> Float[Tensor, "positions hidden"]:
+    def features(
+        self, states: Float[Tensor, "positions hidden"], following: Int[Tensor, " positions"]
+    ) -> Float[Tensor, "positions hidden"]:
         """See `DraftHeads`: the states themselves."""
+        del following
         return states
 
     def new_context(self, capacity: int, *, batch: int = 1) -> LastState:

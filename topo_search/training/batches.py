@@ -44,6 +44,7 @@ class Batch:
 
     Attributes:
         states: `[texts, positions, hidden]`, fp32, padded on the right.
+        following: `[texts, positions]`, the token after each position; past the end the last one.
         mask: `[texts, positions]`, 1 where a position is real.
         rows: `[rows]`, indices of the rows' states.
         teachers: `[rows, heads]`, indices of the states that chose the labels.
@@ -51,6 +52,7 @@ class Batch:
     """
 
     states: Float[Tensor, "texts positions hidden"]
+    following: Int[Tensor, "texts positions"]
     mask: Int[Tensor, "texts positions"]
     rows: Int[Tensor, " rows"]
     teachers: Int[Tensor, "rows heads"]
@@ -122,10 +124,11 @@ def load_batch(
     width = int(lengths.max())
     columns = torch.arange(width)
     real = columns[None, :] < lengths[:, None]
-    loaded = states.rows((starts[:, None] + columns[None, :]).minimum(text.starts[texts + 1][:, None] - 1))
+    places, last = starts[:, None] + columns[None, :], text.starts[texts + 1][:, None] - 1
     base = rows.text_of_row * width - starts[rows.text_of_row]
     return Batch(
-        states=loaded,
+        states=states.rows(places.minimum(last)),
+        following=text.tokens[(places + 1).minimum(last)],
         mask=real.long(),
         rows=base + rows.positions,
         teachers=base[:, None] + rows.teachers,

@@ -36,8 +36,8 @@ class DraftBlocks(Protocol):
         """Whether `read_prefix` mixes positions."""
         ...
 
-    def read_prefix(self, states: Tensor, mask: Tensor | None = None) -> Tensor:
-        """What heads read at each position of whole texts."""
+    def read_prefix(self, states: Tensor, following: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+        """What heads read at each position of whole texts; `following` are the embeddings of the tokens after each."""
         ...
 
     def true_path(self, features: Tensor, path: Tensor, heads: int) -> Tensor:
@@ -159,11 +159,13 @@ class HeadLoss(nn.Module):
     def handed(self, batch: Batch) -> Float[Tensor, "heads rows hidden"]:
         """What every head hands to its projection at every row."""
         weight, embedding = self._frozen
-        states = batch.states.to(weight.device)
-        mask = batch.mask.to(weight.device) if self._blocks.reads_prefix else None
-        features = self._blocks.read_prefix(states, mask).flatten(0, 1)[batch.rows.to(weight.device)]
+        states, following, mask = batch.states.to(weight.device), None, None
         with torch.no_grad():
             path = embedding(batch.path.to(weight.device)).float()
+            if self._blocks.reads_prefix:
+                following = embedding(batch.following.to(weight.device)).float()
+                mask = batch.mask.to(weight.device)
+        features = self._blocks.read_prefix(states, following, mask).flatten(0, 1)[batch.rows.to(weight.device)]
         return self._blocks.true_path(features, path, batch.labels.shape[1])
 
     def supervised(self, labels: Int[Tensor, "rows heads"]) -> Int[Tensor, " heads"]:
