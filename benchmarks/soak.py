@@ -240,7 +240,7 @@ def _rule(draw: random.Random) -> RuleIdentity:
 
 def _live_bytes() -> int:
     gc.collect()
-    # by their exact type: what torch.compile keeps of its tracing holds no memory
+    # by their exact type: stand-ins for tensors, as tracing makes them, hold no memory
     found = [thing for thing in gc.get_objects() if type(thing) in (Tensor, torch.nn.Parameter)]
     storages = [tensor.untyped_storage() for tensor in found if tensor.layout == torch.strided]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())

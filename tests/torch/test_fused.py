@@ -61,13 +61,15 @@ KEPT: dict[str, Callable[[], Any]] = {
 }
 
 
-def pair(config: Any) -> tuple[Target, Target]:
-    """The same fp32 model, with transformers' layers and with ours."""
+def pair(config: Any, *, scale: float = 1.0) -> tuple[Target, Target]:
+    """The same fp32 model, with transformers' layers and with ours; `scale` makes its matrices larger."""
     model = tiny_model(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))  # norms and biases start at one and at zero
+            else:
+                parameter.mul_(scale)
     plain = make_target(copy.deepcopy(model), None, name="plain", dtype="float32", pack=False)
     return plain, make_target(model, None, name="fused", dtype="float32")
 

@@ -48,7 +48,7 @@ Attention = Annotated[str, typer.Option(help="auto, grouped, sdpa or eager.", ri
 Mode = Annotated[
     str,
     typer.Option(
-        help="auto, eager, compiled (torch.compile), graph (CUDA graphs); auto: the fastest that compiles nothing.",
+        help="auto, eager, compiled (C++), graph (CUDA graphs); auto: the fastest that compiles nothing.",
         rich_help_panel="Model",
     ),
 ]

@@ -1,8 +1,8 @@
 """Execution modes of the step: `eager`, `compiled`, and `graph` for CUDA graphs that are captured once and replayed.
 
-`compiled` runs the target's pass and its output layer as one graph of `torch.compile` on a CPU (`target.compiled`).
-Heads stay outside: what they cost is a product with the vocabulary, which compiling does not shorten, and their ranking
-reads back whether a tie matters. A step compiles nothing unless it was prepared; one that was not runs as `eager`.
+`compiled` runs the target's pass as one call of C++ on a CPU (`target.compiled`). Heads stay outside: what they cost is
+a product with the vocabulary, which compiling does not shorten, and their ranking reads back whether a tie matters. A
+step compiles nothing unless it was prepared; one that was not runs as `eager`.
 
 A graph replays kernels at the addresses and shapes of its capture, so its step works on fixed buffers: keys are written
 at slots read from a tensor, and attention covers a context rounded up to a bucket, whose surplus the mask hides. Each
@@ -13,9 +13,6 @@ that heads keep) stays outside.
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,12 +28,14 @@ from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.errors import InputError
 from topo_search.heads.base import DraftHeads
 from topo_search.target.adapter import COMPILED, EAGER, GRAPH, Target
+from topo_search.target.compiled import LANES, compiled_pass
+from topo_search.target.native import require_compiler
 
 AUTO = "auto"
 MODES = (AUTO, EAGER, COMPILED, GRAPH)
 COMPILING_COSTS = (
-    "torch compiles the step before anything is timed or written: width 1 and all others for themselves, each about "
-    "half a minute the first time on a machine (a small target on two cores), later some seconds"
+    "a C++ compiler makes the pass of a step before anything is timed or written, which takes some seconds the first "
+    "time on a machine and is kept in the user's cache folder; one library serves all widths and targets"
 )
 CONTEXT_BUCKET = 256  # tokens; attention over the surplus costs less than a capture per length would
 _WARM_UPS = 3
@@ -61,7 +60,7 @@ def ready_mode(asked: str, device: str) -> str:
     if asked == COMPILED:
         if kind != "cpu":
             raise InputError(f"Mode compiled is for a CPU, not for device {device}; use --mode graph, eager or auto.")
-        _require_compiler()
+        require_compiler()
     return asked
 
 
@@ -77,32 +76,22 @@ def in_mode(target: Target, mode: str, *, say: Callable[[str], object]) -> Targe
     return replace(target, mode=mode)
 
 
-def _require_compiler() -> None:
-    """Refuse a machine without a C++ compiler, before a model is loaded.
-
-    Raises:
-        InputError: names the compiler that torch would call.
-    """
-    default = "cl" if sys.platform == "win32" else "clang++" if sys.platform == "darwin" else "g++"
-    named = os.environ.get("CXX", default)
-    if shutil.which(named) is None:
-        raise InputError(
-            f"Mode compiled needs a C++ compiler, and there is no {named} here; install one or name it in CXX, or use "
-            "--mode eager or auto."
-        )
-
-
 def _require_compilable(target: Target) -> None:
-    """Refuse a target whose layers are not `FusedLayer`s.
+    """Refuse a target whose layers are not `FusedLayer`s, or not such as the compiled pass knows.
 
     Raises:
         InputError: says what can be compiled.
     """
+    head_dim = target.kv_shape[2]
+    why = None
     if not target.is_fused:
-        raise InputError(
-            f"Mode compiled is for Llama-like models in fp32 on a CPU, whose layers are fused; {target.identity.name} "
-            "is no such target here. Use --mode eager or auto."
-        )
+        why = "for Llama-like models in fp32 on a CPU, whose layers are fused"
+    elif target.mixes_layer_types:
+        why = "for models whose layers all see the same, and some layers of this one have a window"
+    elif head_dim % LANES:
+        why = f"for heads of a multiple of {LANES} numbers, not of {head_dim}"
+    if why is not None:
+        raise InputError(f"Mode compiled is {why}; {target.identity.name} cannot be. Use --mode eager or auto.")
 
 
 def new_step(target: Target, heads: DraftHeads | None, plan: TreePlan) -> TreeStep:
@@ -116,25 +105,22 @@ class CompiledStep(TreeStep):
     """The step of one tree, its pass compiled once that is prepared."""
 
     def __init__(self, target: Target, heads: DraftHeads | None, plan: TreePlan) -> None:
-        with torch.inference_mode(mode=False):  # torch would compile again for tensors of the other kind
-            super().__init__(target, heads, plan)
-        from topo_search.target.compiled import compiled_pass  # with torch's compiler behind it, which loads slowly
-
+        super().__init__(target, heads, plan)
         self._compiled = compiled_pass(target)
 
     def prepare(self, cache: SlotCache) -> None:
-        """Compile the pass, if no step of a like width has yet.
+        """Compile the pass, if no step has yet.
 
         Raises:
             InputError: the compiler failed.
             CheckError: the compiled pass computes something else.
         """
         del cache
-        self._compiled.prepare(self.target, self.plan.verify_width)
+        self._compiled.prepare(self.target)
 
     def tree_scores(self, cache: SlotCache) -> tuple[Float[Tensor, "width hidden"], Float[Tensor, "width vocab"]]:
         """See `TreeStep`."""
-        if not self._compiled.is_ready(self.plan.verify_width):
+        if not self._compiled.is_ready:
             return super().tree_scores(cache)
         torch.add(self.plan.offsets, cache.length, out=self.positions)
         mask = self.plan.mask_at(cache.length, windowed=True)

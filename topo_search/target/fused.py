@@ -8,7 +8,7 @@ attention, which sums over the same reordering of both, does not notice. Keys in
 cache belongs to the target that filled it.
 
 `fused_states` runs a step through them without transformers' pass around the layers: the mask is repeated for queries
-that share keys once per step, not once per layer. `decode.compiled` compiles the same layers.
+that share keys once per step, not once per layer. `target.compiled` runs the same layers in C++.
 
 Inference in fp32 on a CPU only, like the packed weights it is made of; every other model keeps transformers' layers.
 """

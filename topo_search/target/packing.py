@@ -20,7 +20,8 @@ _WIDTH_HINT = 16  # the layout oneDNN picks for it serves every width from 1 on
 class PackedLinear(nn.Module):
     """A frozen `nn.Linear` whose weight lies in oneDNN's blocked layout. Inference only.
 
-    `weight` is kept beside it where training needs the plain matrix (the output layer), else None.
+    `packed` is that weight; `weight` is kept beside it where training needs the plain matrix (the output layer), else
+    None.
     """
 
     def __init__(self, linear: nn.Linear, *, keep_weight: bool = False) -> None:
@@ -28,21 +29,21 @@ class PackedLinear(nn.Module):
         self.weight = linear.weight if keep_weight else None
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _WIDTH_HINT)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _WIDTH_HINT)
         # Looked up once: a step calls products a hundred times, and each name on the way costs it microseconds.
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._product_plus = torch.ops.mkldnn._linear_pointwise.binary
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Same as the linear layer it replaces."""
-        output: Tensor = self._product(inputs, self._packed, self.bias, "none", [], "")
+        output: Tensor = self._product(inputs, self.packed, self.bias, "none", [], "")
         return output
 
     __call__ = forward  # without torch's hooks
 
     def plus(self, inputs: Tensor, residual: Tensor) -> Tensor:
         """The same plus `residual`, in one operation."""
-        output: Tensor = self._product_plus(inputs, residual, self._packed, self.bias, "add")
+        output: Tensor = self._product_plus(inputs, residual, self.packed, self.bias, "add")
         return output
 
 
