@@ -37,7 +37,9 @@ CONTEXTS = (0, 1, 126, 300)  # before, at and behind the end of a block of keys
 def loud(heads: int, kv_heads: int, head_dim: int) -> Target:
     """One layer whose attention decides its output: with weights as small as usual an error would drown."""
     shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
-    settings = SIZES | {"num_hidden_layers": 1, "hidden_size": 16 * heads} | shape
+    biases = {"attention_bias": heads % 2 == 1, "mlp_bias": heads % 2 == 1}
+    inner = 90 if heads == 4 else 96  # no whole number of vectors: products that torch must do
+    settings = SIZES | {"num_hidden_layers": 1, "hidden_size": 16 * heads, "intermediate_size": inner} | shape | biases
     return pair(transformers.LlamaConfig(**settings), scale=5.0)[1]
 
 
@@ -71,10 +73,10 @@ def test_a_pass_computes_what_the_fused_layers_compute(heads: int, kv_heads: int
                 kept = cache.storage.clone()
                 cache.storage.copy_(before)
                 found, scores = made(ids, positions, mask, cache)
-            assert torch.allclose(found, expected, rtol=0, atol=2e-5 * float(expected.abs().max())), (width, context)
+            assert torch.allclose(found, expected, rtol=0, atol=5e-5 * float(expected.abs().max())), (width, context)
             assert torch.allclose(cache.storage, kept, rtol=0, atol=2e-5 * float(kept.abs().max()))
             assert torch.equal(cache.storage[..., context + width :, :], before[..., context + width :, :])
-            assert torch.equal(scores, target.output_layer(found))
+            assert torch.allclose(scores, target.output_layer(found), rtol=0, atol=2e-5 * float(scores.abs().max()))
 
 
 def test_heads_share_threads_in_any_split() -> None:
@@ -203,10 +205,11 @@ def test_weights_are_given_back_with_the_model(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiled, "_Handles", Counted)
     target = loud(3, 1, 32)
     compiled_pass(target).prepare(target)
-    assert len(made[0]._found) == 4
+    assert (len(made[0]._handles), len(made[0]._plain)) == (9, 5)  # with the biases of four
     del target
     gc.collect()
-    assert not made[0]._found
+    assert not made[0]._handles
+    assert not made[0]._plain
 
 
 def test_the_cost_is_said_before_anything_is_compiled() -> None:

@@ -1,8 +1,8 @@
 """Execution modes of the step: `eager`, `compiled`, and `graph` for CUDA graphs that are captured once and replayed.
 
-`compiled` runs the target's pass as one call of C++ on a CPU (`target.compiled`). Heads stay outside: what they cost is
-a product with the vocabulary, which compiling does not shorten, and their ranking reads back whether a tie matters. A
-step compiles nothing unless it was prepared; one that was not runs as `eager`.
+`compiled` runs the target's pass as one call of C++ on a CPU (`target.compiled`). Heads stay outside: most of
+what they cost is a product with the vocabulary, and their ranking reads back whether a tie matters. A step compiles
+nothing unless it was prepared; one that was not runs as `eager`.
 
 A graph replays kernels at the addresses and shapes of its capture, so its step works on fixed buffers: keys are written
 at slots read from a tensor, and attention covers a context rounded up to a bucket, whose surplus the mask hides. Each
@@ -35,7 +35,7 @@ AUTO = "auto"
 MODES = (AUTO, EAGER, COMPILED, GRAPH)
 COMPILING_COSTS = (
     "a C++ compiler makes the pass of a step before anything is timed or written, which takes some seconds the first "
-    "time on a machine and is kept in the user's cache folder; one library serves all widths and targets"
+    "time on a machine and is kept in the user's cache folder; the layers' weights then lie in memory twice"
 )
 CONTEXT_BUCKET = 256  # tokens; attention over the surplus costs less than a capture per length would
 _WARM_UPS = 3

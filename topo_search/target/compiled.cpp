@@ -1,17 +1,19 @@
-// A decode step's pass through the decoder layers, for `compiled.py`, which compiles and calls this file.
+// A decode step's pass from embeddings to scores, for `compiled.py`, which compiles and calls this file.
 //
-// Matrix products are torch's own, on the weights that are packed already; everything between them is here: norms,
-// rotary angles, the cache, masked attention and the gate. Nothing of torch is included or linked: its stable C
-// functions arrive as pointers in `Torch`, so this compiles in a second and brings no second OpenMP runtime along.
-// Structures have the layout of the ctypes classes in `compiled.py`. All numbers are fp32, all matrices row-major, and
-// heads are made of whole vectors of LANES numbers.
+// A step multiplies a few rows by every weight there is, so its products are bound by how fast weights arrive from
+// memory, and by arithmetic only if it does not overlap with that. Here four rows of a matrix are multiplied by all
+// inputs while the next rows are fetched; from WIDEST on torch's own products on packed weights are as fast. Between
+// the products lie norms, rotary angles, the cache, masked attention and the gate.
+//
+// Nothing of torch is included or linked: its stable C functions arrive as pointers in `Torch`, so this compiles in a
+// second and brings no second OpenMP runtime along. Structures have the layout of the ctypes classes in `compiled.py`.
+// All numbers are fp32, all matrices row-major, and heads are made of whole vectors of LANES numbers.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
 #include <limits>
 
 namespace {
@@ -20,6 +22,8 @@ constexpr int64_t LANES = 8;
 constexpr int64_t KEYS = 128;    // keys per block of attention, which with its values stays in the second cache
 constexpr int64_t ROWS = 3;      // queries at once: with 4 keys, or 4 vectors of a value, 12 sums fill 16 registers
 constexpr int64_t GRAIN = 32768; // multiplications that are worth a second thread
+constexpr int64_t WIDEST = 32;   // rows that products here take
+constexpr int64_t NEAR = 2048;   // numbers of a weight's row, below which two groups of rows are fetched ahead
 
 typedef float Vec __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(32)));
@@ -42,7 +46,6 @@ extern "C" {
 
 struct Torch {
     int32_t (*product)(Handle, Handle, Handle*, const char*, const double**, int64_t, const char**, Handle*);
-    int32_t (*product_plus)(Handle, Handle, Handle, Handle*, const char*, Handle*);
     int32_t (*from_blob)(void*, int64_t, const int64_t*, const int64_t*, int64_t, int32_t, int32_t, int32_t, Handle*);
     int32_t (*data_of)(Handle, void**);
     int32_t (*release)(Handle);
@@ -51,7 +54,9 @@ struct Torch {
 };
 
 struct Linear {
-    Handle weight, bias; // bias may be null
+    Handle packed, packed_bias; // for torch; without a bias both of them are null
+    const float *weight, *bias; // [outputs, inputs], [outputs]
+    int64_t inputs, outputs;
 };
 
 struct Layer {
@@ -63,6 +68,7 @@ struct Layer {
 struct Model {
     Torch torch;
     const Layer* layers;
+    Linear output;
     const float* norm;
     int64_t count, hidden, heads, kv_heads, head_dim, inner;
     float epsilon, scaling;
@@ -71,7 +77,7 @@ struct Model {
 struct Step {
     int64_t width, length, capacity, mask_stride;
     const float *embedded, *cos, *sin, *mask; // [width, hidden], twice [width, head_dim / 2], [width, length + width]
-    float *cache, *states;                    // [layers, 2, kv_heads, capacity, head_dim], [width, hidden]
+    float *cache, *states, *scores; // [layers, 2, kv_heads, capacity, head_dim], [width, hidden], [width, outputs]
 };
 
 } // extern "C"
@@ -149,32 +155,40 @@ void gated(const float* gate, const float* up, int64_t count, float* to) {
     for (; n < count; ++n) to[n] = gate[n] / (1.0f + std::exp(-gate[n])) * up[n];
 }
 
+// Products of each of R rows with four columns that lie one behind another; to[row * 4 + column]. Meanwhile AHEAD cache
+// lines per vector are fetched from `ahead` on.
+template <int R, int AHEAD>
+inline void multiplied(const float* const* rows, const float* columns, int64_t dim, const float* ahead, Quad* to) {
+    Vec total[R][4] = {};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        Vec row[R];
+        for (int r = 0; r < R; ++r) row[r] = load(rows[r] + d);
+        for (int c = 0; c < 4; ++c) {
+            const Vec column = load(columns + c * dim + d);
+            for (int r = 0; r < R; ++r) total[r][c] += row[r] * column;
+        }
+        for (int line = 0; line < AHEAD; ++line) __builtin_prefetch(ahead + (AHEAD * d / LANES + line) * 16);
+    }
+    for (int r = 0; r < R; ++r) to[r] = sums(total[r][0], total[r][1], total[r][2], total[r][3]);
+}
+
+inline float dot(const float* a, const float* b, int64_t dim) {
+    Vec total = {};
+    for (int64_t d = 0; d < dim; d += LANES) total += load(a + d) * load(b + d);
+    return sum(total);
+}
+
 // scores[row][key] = query . key, for R queries.
 template <int R>
 void scored(const float* const* queries, const float* keys, int64_t count, int64_t dim, float* scores) {
     int64_t key = 0;
     for (; key + 4 <= count; key += 4) {
-        const float* from = keys + key * dim;
-        Vec total[R][4] = {};
-        for (int64_t d = 0; d < dim; d += LANES) {
-            Vec query[R];
-            for (int r = 0; r < R; ++r) query[r] = load(queries[r] + d);
-            for (int k = 0; k < 4; ++k) {
-                const Vec value = load(from + k * dim + d);
-                for (int r = 0; r < R; ++r) total[r][k] += query[r] * value;
-            }
-        }
-        for (int r = 0; r < R; ++r) {
-            const Vec* const t = total[r];
-            *reinterpret_cast<Quad*>(scores + r * KEYS + key) = sums(t[0], t[1], t[2], t[3]);
-        }
+        Quad found[R];
+        multiplied<R, 0>(queries, keys + key * dim, dim, nullptr, found);
+        for (int r = 0; r < R; ++r) *reinterpret_cast<Quad*>(scores + r * KEYS + key) = found[r];
     }
     for (; key < count; ++key)
-        for (int r = 0; r < R; ++r) {
-            Vec total = {};
-            for (int64_t d = 0; d < dim; d += LANES) total += load(queries[r] + d) * load(keys + key * dim + d);
-            scores[r * KEYS + key] = sum(total);
-        }
+        for (int r = 0; r < R; ++r) scores[r * KEYS + key] = dot(queries[r], keys + key * dim, dim);
 }
 
 // to[row] = to[row] * fade[row] + scores[row] . values, for R rows and N vectors of each value.
@@ -322,6 +336,59 @@ void turn_range(int64_t begin, int64_t end, void* context) {
     }
 }
 
+struct Product {
+    const Linear& linear;
+    const float* from; // [width, inputs]
+    float* to;         // [width, outputs]
+    int64_t width;
+    bool adds; // to what is there
+};
+
+// R rows from `row` on, four outputs from `first` on.
+template <int R, int AHEAD> void multiply_tile(const Product& p, int64_t row, int64_t first, const float* ahead) {
+    const Linear& linear = p.linear;
+    const float* rows[R];
+    for (int r = 0; r < R; ++r) rows[r] = p.from + (row + r) * linear.inputs;
+    Quad found[R];
+    multiplied<R, AHEAD>(rows, linear.weight + first * linear.inputs, linear.inputs, ahead, found);
+    for (int r = 0; r < R; ++r) {
+        Quad* const to = reinterpret_cast<Quad*>(p.to + (row + r) * linear.outputs + first);
+        if (linear.bias) found[r] += *reinterpret_cast<const Quad*>(linear.bias + first);
+        *to = p.adds ? *to + found[r] : found[r];
+    }
+}
+
+template <int AHEAD> void multiply_rows(const Product& p, int64_t row, int64_t end, int64_t first, const float* ahead) {
+    switch (end - row) {
+    case 1: return multiply_tile<1, AHEAD>(p, row, first, ahead);
+    case 2: return multiply_tile<2, AHEAD>(p, row, first, ahead);
+    default: return multiply_tile<3, AHEAD>(p, row, first, ahead);
+    }
+}
+
+// Groups begin .. end of four outputs; the last group may be smaller.
+void multiply_range(int64_t begin, int64_t end, void* context) {
+    const Product& p = *static_cast<const Product*>(context);
+    const int64_t inputs = p.linear.inputs, outputs = p.linear.outputs, tiles = (p.width + ROWS - 1) / ROWS;
+    const int64_t groups_ahead = inputs <= NEAR ? 2 : 1;
+    for (int64_t first = 4 * begin; first < std::min(4 * end, outputs / 4 * 4); first += 4) {
+        const float* const ahead = p.linear.weight + (first + 4 * groups_ahead) * inputs;
+        for (int64_t tile = 0; tile < tiles; ++tile) {
+            const int64_t row = p.width * tile / tiles, behind = p.width * (tile + 1) / tiles;
+            if (tiles == 1) multiply_rows<2>(p, row, behind, first, ahead);
+            else if (tile < 2) multiply_rows<1>(p, row, behind, first, ahead + 2 * tile * inputs);
+            else multiply_rows<0>(p, row, behind, first, nullptr);
+        }
+    }
+    for (int64_t output = std::max(4 * begin, outputs / 4 * 4); output < std::min(4 * end, outputs); ++output)
+        for (int64_t row = 0; row < p.width; ++row) {
+            const float* const weight = p.linear.weight + output * inputs;
+            const float bias = p.linear.bias ? p.linear.bias[output] : 0;
+            float& to = p.to[row * outputs + output];
+            to = dot(p.from + row * inputs, weight, inputs) + bias + (p.adds ? to : 0);
+        }
+}
+
 struct Gate {
     const float* both; // [width, 2 inner]
     float* to;         // [width, inner]
@@ -339,15 +406,10 @@ void gate_range(int64_t begin, int64_t end, void* context) {
     }
 }
 
-// What one pass works on; whatever was made is given back, also after a failure.
 class Pass {
   public:
     Pass(const Model& model, const Step& step) : m(model), s(step) {}
-    ~Pass() {
-        for (Handle handle : {inputs, attended, gate, hidden, projected})
-            if (handle) m.torch.release(handle);
-        std::free(memory);
-    }
+    ~Pass() { std::free(memory); }
 
     // False where torch refused an operation.
     bool run() {
@@ -355,53 +417,54 @@ class Pass {
         for (int64_t index = 0; index < m.count; ++index)
             if (!through(m.layers[index], index)) return false;
         norm_rows(m.norm, m.epsilon, s.states);
-        return true;
+        return product(m.output, s.states, s.scores, false);
     }
 
   private:
     const Model& m;
     const Step& s;
     float* memory = nullptr;
-    float *inputs_data, *attended_data, *gate_data, *turn, *cross, *largest, *total;
-    Handle inputs = nullptr, attended = nullptr, gate = nullptr, hidden = nullptr, projected = nullptr;
+    float *hidden, *inputs, *projected, *attended, *gate, *turn, *cross, *largest, *total;
 
     bool prepared() {
-        float** const parts[] = {&inputs_data, &attended_data, &gate_data, &turn, &cross, &largest, &total};
-        const int64_t columns[] = {m.hidden, m.heads * m.head_dim, m.inner, m.head_dim, m.head_dim, m.heads, m.heads};
-        int64_t ends[7], end = 0;
-        for (int n = 0; n < 7; ++n) ends[n] = end += (s.width * columns[n] + 15) / 16 * 16;
+        constexpr int COUNT = 9;
+        float** const parts[] = {&hidden, &inputs, &projected, &attended, &gate, &turn, &cross, &largest, &total};
+        const int64_t most = std::max((m.heads + 2 * m.kv_heads) * m.head_dim, 2 * m.inner);
+        const int64_t columns[] = {m.hidden,   m.hidden,   most,    m.heads * m.head_dim, m.inner,
+                                   m.head_dim, m.head_dim, m.heads, m.heads};
+        int64_t ends[COUNT], end = 0;
+        for (int n = 0; n < COUNT; ++n) ends[n] = end += (s.width * columns[n] + 15) / 16 * 16;
         memory = static_cast<float*>(std::aligned_alloc(64, end * sizeof(float)));
         if (!memory) return false;
-        for (int n = 0; n < 7; ++n) *parts[n] = memory + (n ? ends[n - 1] : 0);
+        for (int n = 0; n < COUNT; ++n) *parts[n] = memory + (n ? ends[n - 1] : 0);
+        std::memcpy(hidden, s.embedded, s.width * m.hidden * sizeof(float));
         for (int64_t n = 0; n < s.width * m.head_dim / 2; ++n) {
             turn[2 * n] = turn[2 * n + 1] = s.cos[n];
             cross[2 * n] = -s.sin[n];
             cross[2 * n + 1] = s.sin[n];
         }
-        return wrapped(inputs_data, columns[0], inputs) && wrapped(attended_data, columns[1], attended) &&
-               wrapped(gate_data, columns[2], gate) && wrapped(const_cast<float*>(s.embedded), m.hidden, hidden);
+        return true;
     }
 
     bool through(const Layer& layer, int64_t index) {
-        norm_rows(layer.input_norm, layer.input_epsilon, inputs_data);
-        if (!product(inputs, layer.qkv)) return false;
+        norm_rows(layer.input_norm, layer.input_epsilon, inputs);
+        if (!product(layer.qkv, inputs, projected, false)) return false;
         float* const keys = s.cache + 2 * index * m.kv_heads * s.capacity * m.head_dim;
         float* const values = keys + m.kv_heads * s.capacity * m.head_dim;
-        Attention attention{m, s, layer, data(projected), attended_data, keys, values, largest, total, turn, cross};
+        Attention attention{m, s, layer, projected, attended, keys, values, largest, total, turn, cross};
         parallel(s.width, 8 * (m.heads + m.kv_heads) * m.head_dim, turn_range, &attention);
         parallel(m.heads * s.width, 2 * (s.length + s.width) * m.head_dim, attend_range, &attention);
-        if (!plus(attended, layer.output)) return false;
-        norm_rows(layer.output_norm, layer.output_epsilon, inputs_data);
-        if (!product(inputs, layer.gate_up)) return false;
-        Gate gating{data(projected), gate_data, m.inner};
+        if (!product(layer.output, attended, hidden, true)) return false;
+        norm_rows(layer.output_norm, layer.output_epsilon, inputs);
+        if (!product(layer.gate_up, inputs, projected, false)) return false;
+        Gate gating{projected, gate, m.inner};
         parallel(s.width * m.inner, 8, gate_range, &gating);
-        return plus(gate, layer.down);
+        return product(layer.down, gate, hidden, true);
     }
 
     void norm_rows(const float* weight, float epsilon, float* to) {
-        const float* const from = data(hidden);
         for (int64_t token = 0; token < s.width; ++token)
-            normed(from + token * m.hidden, weight, epsilon, m.hidden, to + token * m.hidden);
+            normed(hidden + token * m.hidden, weight, epsilon, m.hidden, to + token * m.hidden);
     }
 
     // `work` is about the multiplications of one of `count`.
@@ -409,36 +472,35 @@ class Pass {
         m.torch.parallel_for(0, count, GRAIN / work + 1, call, context);
     }
 
-    bool product(Handle from, const Linear& linear) {
-        Handle bias = linear.bias;
-        Handle* const given = bias ? &bias : nullptr;
-        if (projected) m.torch.release(projected);
-        projected = nullptr;
-        return m.torch.product(from, linear.weight, given, "none", nullptr, 0, nullptr, &projected) == 0;
-    }
-
-    bool plus(Handle from, const Linear& linear) {
-        Handle bias = linear.bias, result = nullptr;
-        Handle* const given = bias ? &bias : nullptr;
-        if (m.torch.product_plus(from, hidden, linear.weight, given, "add", &result) != 0) return false;
-        m.torch.release(hidden);
-        hidden = result;
+    // The product of all rows, added to what is at `to` if `adds`.
+    bool product(const Linear& linear, const float* from, float* to, bool adds) {
+        if (s.width > WIDEST || linear.inputs % LANES) return torch_product(linear, from, to, adds);
+        Product product{linear, from, to, s.width, adds};
+        parallel((linear.outputs + 3) / 4, 4 * linear.inputs * s.width, multiply_range, &product);
         return true;
     }
 
-    bool wrapped(float* from, int64_t columns, Handle& to) {
-        const int64_t sizes[] = {s.width, columns}, strides[] = {columns, 1};
-        return m.torch.from_blob(from, 2, sizes, strides, 0, m.torch.float32, 0, -1, &to) == 0;
-    }
-
-    float* data(Handle handle) {
+    bool torch_product(const Linear& linear, const float* from, float* to, bool adds) {
+        const int64_t sizes[] = {s.width, linear.inputs}, strides[] = {linear.inputs, 1};
+        Handle given = nullptr, result = nullptr, bias = linear.packed_bias;
+        if (m.torch.from_blob(const_cast<float*>(from), 2, sizes, strides, 0, m.torch.float32, 0, -1, &given) != 0)
+            return false;
+        Handle* const biases = bias ? &bias : nullptr;
         void* found = nullptr;
-        m.torch.data_of(handle, &found);
-        return static_cast<float*>(found);
+        const bool done =
+            m.torch.product(given, linear.packed, biases, "none", nullptr, 0, nullptr, &result) == 0 &&
+            m.torch.data_of(result, &found) == 0;
+        if (done) {
+            const float* const numbers = static_cast<const float*>(found);
+            for (int64_t n = 0; n < s.width * linear.outputs; ++n) to[n] = adds ? to[n] + numbers[n] : numbers[n];
+        }
+        if (result) m.torch.release(result);
+        m.torch.release(given);
+        return done;
     }
 };
 
 } // namespace
 
-// Final hidden states of a step's tokens go to `states`, their keys and values to the cache; false where torch refused.
+// Final hidden states and scores of a step's tokens, their keys and values to the cache; false where torch refused.
 extern "C" int32_t topo_search_pass(const Model* model, const Step* step) { return Pass(*model, *step).run(); }

@@ -1,9 +1,9 @@
-"""A step's forward pass as one call of compiled C++: `compiled.cpp`, from embeddings to the final hidden states.
+"""A step's forward pass as one call of compiled C++: `compiled.cpp`, from embeddings to the output layer's scores.
 
-Products are torch's own on the weights that are packed already, so they lie in memory once for all modes and cost what
-they cost elsewhere; what lies between them (norms, rotary angles, attention over the cache, the gate) is C++, where an
-eager pass calls some twenty operations a layer. One library serves every width and model. Nothing of torch is compiled
-along: its stable C interface is handed over as addresses.
+An eager pass calls some twenty operations a layer between its products, and the products themselves, oneDNN's, do not
+fetch weights while they multiply; the C++ does both better for up to 32 rows. It reads weights as plain matrices, so
+the layers' weights lie in memory twice, packed for wider and eager passes and plain. One library serves every width
+and model. Nothing of torch is compiled along: its stable C interface is handed over as addresses.
 
 Made from `FusedLayer`s, hence Llama-like models in fp32 on a CPU only.
 """
@@ -36,7 +36,6 @@ _CHECKED_CONTEXT = 150  # beyond a block of keys
 _TOLERANCE = 1e-4  # of the hidden states, relative to the largest
 _TORCH_FUNCTIONS = (
     "aoti_torch_cpu__linear_pointwise",
-    "aoti_torch_cpu__linear_pointwise_binary",
     "aoti_torch_create_tensor_from_blob",
     "aoti_torch_get_data_ptr",
     "aoti_torch_delete_tensor_object",
@@ -53,7 +52,10 @@ class _Torch(ctypes.Structure):
 
 
 class _Linear(ctypes.Structure):
-    _fields_ = (("weight", ctypes.c_void_p), ("bias", ctypes.c_void_p))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("packed", "packed_bias", "weight", "bias")),
+        *((name, ctypes.c_int64) for name in ("inputs", "outputs")),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -68,6 +70,7 @@ class _Model(ctypes.Structure):
     _fields_ = (
         ("torch", _Torch),
         ("layers", ctypes.POINTER(_Layer)),
+        ("output", _Linear),
         ("norm", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("count", "hidden", "heads", "kv_heads", "head_dim", "inner")),
         ("epsilon", ctypes.c_float),
@@ -78,7 +81,7 @@ class _Model(ctypes.Structure):
 class _Step(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("width", "length", "capacity", "mask_stride")),
-        *((name, ctypes.c_void_p) for name in ("embedded", "cos", "sin", "mask", "cache", "states")),
+        *((name, ctypes.c_void_p) for name in ("embedded", "cos", "sin", "mask", "cache", "states", "scores")),
     )
 
 
@@ -90,7 +93,7 @@ class CompiledPass:
         self._layers: list[FusedLayer] = list(body.layers)
         self._norm: FusedNorm = body.norm
         self._embeddings: Tensor = target.input_embeddings.weight  # type: ignore[assignment]
-        self._output = target.output_layer
+        self._output: PackedLinear = target.output_layer  # type: ignore[assignment]
         self._rotary: nn.Module = body.rotary_emb.rotary
         self._run: Run | None = None
         self._model: _Model | None = None
@@ -106,7 +109,7 @@ class CompiledPass:
         if self.is_ready:
             return
         self._run = run or loaded_library(SOURCE).topo_search_pass
-        self._model = self._model or _described(self, self._layers, self._norm)
+        self._model = self._model or _described(self, self._layers, self._norm, self._output)
         for width in _CHECKED_WIDTHS:
             self._check(target, width)
         self.is_ready = True
@@ -131,13 +134,13 @@ class CompiledPass:
         cos, sin = self._rotary(embedded, position_ids=positions)  # of the first it reads the type only
         half = cos.shape[-1] // 2
         cos, sin = cos[..., :half].contiguous(), sin[..., :half].contiguous()
-        states = torch.empty_like(embedded)
-        tensors = (embedded, cos, sin, mask, cache.storage, states)
+        states, scores = torch.empty_like(embedded), embedded.new_empty(1, width, self._output.out_features)
+        tensors = (embedded, cos, sin, mask, cache.storage, states, scores)
         addresses = (tensor.data_ptr() for tensor in tensors)
         step = _Step(width, cache.length, cache.capacity, mask.stride(2), *addresses)
         if not self._run(ctypes.byref(self._model), ctypes.byref(step)):
             raise CheckError("torch refused an operation of the compiled step; use --mode eager or auto.")
-        return states, self._output(states)
+        return states, scores
 
     def _check(self, target: Target, width: int) -> None:
         """One step of a chain behind some context, by both passes.
@@ -168,7 +171,7 @@ def compiled_pass(target: Target) -> CompiledPass:
     return found
 
 
-def _described(owner: object, layers: Sequence[FusedLayer], norm: FusedNorm) -> _Model:
+def _described(owner: object, layers: Sequence[FusedLayer], norm: FusedNorm, output: PackedLinear) -> _Model:
     """The model as the library reads it; what is made of torch's tensors for it is given back with `owner`."""
     torch_functions = _torch_functions()
     handles = _Handles(torch_functions.aoti_torch_delete_tensor_object)
@@ -187,6 +190,7 @@ def _described(owner: object, layers: Sequence[FusedLayer], norm: FusedNorm) -> 
     return _Model(
         torch=torch_functions,
         layers=described,
+        output=handles.linear(output),
         norm=norm.weight.data_ptr(),
         count=len(layers),
         hidden=norm.weight.numel(),
@@ -219,24 +223,37 @@ def _torch_functions() -> _Torch:
 
 
 class _Handles:
-    """Tensors as torch's C interface names them; each keeps its tensor alive until it is released."""
+    """What the library reads of tensors, which are kept alive until it is released."""
 
     def __init__(self, release: int) -> None:
         self._release = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_void_p)(release)
-        self._found: list[int] = []
+        self._handles: list[int] = []
+        self._plain: list[Tensor] = []
 
     def linear(self, linear: PackedLinear) -> _Linear:
-        """A product's weight and bias."""
-        return _Linear(self._handle(linear.packed), None if linear.bias is None else self._handle(linear.bias))
+        """A product's weight and bias, packed and plain."""
+        weight = linear.packed.to_dense() if linear.weight is None else linear.weight.detach().contiguous()
+        self._plain.append(weight)
+        bias = linear.bias
+        return _Linear(
+            packed=self._handle(linear.packed),
+            packed_bias=None if bias is None else self._handle(bias),
+            weight=weight.data_ptr(),
+            bias=None if bias is None else bias.data_ptr(),
+            inputs=linear.in_features,
+            outputs=linear.out_features,
+        )
 
     def release(self) -> None:
         """Give all back."""
-        while self._found:
-            self._release(self._found.pop())
+        while self._handles:
+            self._release(self._handles.pop())
+        self._plain.clear()
 
     def _handle(self, tensor: Tensor) -> int:
+        """The tensor as torch's C interface names it."""
         found: int = _address(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors([tensor])[0], None)
-        self._found.append(found)
+        self._handles.append(found)
         return found
 
 
