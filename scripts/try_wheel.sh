@@ -12,11 +12,13 @@ cd "$folder"
 import json, pathlib
 from topo_search.files.prompts import packaged_prompts
 from topo_search.resources import packaged
+from topo_search.target.compiled import SOURCE
 result = json.loads(pathlib.Path("result.json").read_text())
 assert result["recommended"] in {"plain", "best chain", "best tree"}, result
 assert len(packaged_prompts(workload=None, split="all")) >= 240
 for name in ("heads/demo-medusa/heads.safetensors", "trees/reference/medusa-63.tree.json"):
     assert "_data" in packaged(name).parts, packaged(name)
+assert SOURCE.is_file(), SOURCE
 END
 "$bin/topo-search" show trees/best-tree.tree.json >/dev/null
 "$bin/topo-search" export trees/best-tree.tree.json --to masks 2>/dev/null

@@ -2,7 +2,7 @@
 //
 // A step multiplies a few rows by every weight there is, so its products are bound by how fast weights arrive from
 // memory, and by arithmetic only if it does not overlap with that. Here four rows of a matrix are multiplied by all
-// inputs while the next rows are fetched; from WIDEST on torch's own products on packed weights are as fast. Between
+// inputs while the next rows are fetched; above WIDEST rows torch's own products on packed weights are as fast. Between
 // the products lie norms, rotary angles, the cache, masked attention and the gate.
 //
 // Nothing of torch is included or linked: its stable C functions arrive as pointers in `Torch`, so this compiles in a
@@ -20,7 +20,7 @@ namespace {
 
 constexpr int64_t LANES = 8;
 constexpr int64_t KEYS = 128;    // keys per block of attention, which with its values stays in the second cache
-constexpr int64_t ROWS = 3;      // queries at once: with 4 keys, or 4 vectors of a value, 12 sums fill 16 registers
+constexpr int64_t ROWS = 3;      // at once: with 4 weights, 4 keys, or 4 vectors of a value, 12 sums fill 16 registers
 constexpr int64_t GRAIN = 32768; // multiplications that are worth a second thread
 constexpr int64_t WIDEST = 32;   // rows that products here take
 constexpr int64_t NEAR = 2048;   // numbers of a weight's row, below which two groups of rows are fetched ahead
@@ -366,7 +366,8 @@ template <int AHEAD> void multiply_rows(const Product& p, int64_t row, int64_t e
     }
 }
 
-// Groups begin .. end of four outputs; the last group may be smaller.
+// Groups begin .. end of four outputs; the last group may be smaller. The first two tiles of rows share the fetching of a
+// later group's weights; behind the last one they fetch what is not there, which does no harm.
 void multiply_range(int64_t begin, int64_t end, void* context) {
     const Product& p = *static_cast<const Product*>(context);
     const int64_t inputs = p.linear.inputs, outputs = p.linear.outputs, tiles = (p.width + ROWS - 1) / ROWS;
