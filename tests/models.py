@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import jaxtyping
+import pytest
 import torch
 from torch.nn import functional
 from transformers import (
@@ -27,6 +28,7 @@ from topo_search.answers import Answer
 from topo_search.calibrate import EncodedPrompt, true_paths
 from topo_search.compare import teacher_forced
 from topo_search.decode.decoder import Decoded
+from topo_search.errors import InputError
 from topo_search.files.tree_file import read_tree
 from topo_search.heads.attention import LayerShape
 from topo_search.heads.hydra import HydraBlocks, HydraHeads, HydraShape, untrained_hydra
@@ -37,7 +39,19 @@ from topo_search.reference import generate_plain
 from topo_search.resources import packaged
 from topo_search.target import Target
 from topo_search.target.load import make_target
+from topo_search.target.native import require_compiler
 from topo_search.tree import Tree
+
+
+def _has_compiler() -> bool:
+    try:
+        require_compiler()
+    except InputError:
+        return False
+    return True
+
+
+needs_compiler = pytest.mark.skipif(not _has_compiler(), reason="no C++ compiler here")
 
 VOCAB = 61
 WINDOW = 4

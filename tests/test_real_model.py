@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from models import needs_compiler
 
 from topo_search.bench import Contender, Course, RaceResult, race
 from topo_search.calibrate import encode_prompts
+from topo_search.decode.decoder import TreeDecoder
 from topo_search.files.latency_file import read_latency
 from topo_search.files.prompts import packaged_prompts
 from topo_search.files.trace_file import read_trace
@@ -57,6 +61,20 @@ def test_trees_really_accept(sample: RaceResult) -> None:
     assert found["plain"] == 1.0
     assert found["medusa-63"] > 1.2
     assert found["medusa-63"] >= found["best chain"]
+
+
+@needs_compiler
+def test_compiled_steps_write_what_eager_steps_write(demo: Target, demo_heads: DraftHeads) -> None:
+    """Products of its own and torch's, at widths 1, 22 and 64; on this prompt no two scores are nearly equal."""
+    compiled = replace(demo, mode="compiled")
+    prompt = demo.encode_chat([{"role": "user", "content": "Explain why the sky is blue."}])
+    for name, tokens in (("plain", 12), ("dense", 12), ("medusa-63", 6)):
+        answers = [
+            TreeDecoder(target, demo_heads, TREES[name], run_probe=False).generate(prompt, max_new_tokens=tokens)
+            for target in (demo, compiled)
+        ]
+        assert answers[0].tokens == answers[1].tokens
+        assert answers[0].accepted == answers[1].accepted
 
 
 def test_the_shipped_heads_are_small_and_good(demo: Target, demo_heads: DraftHeads) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from models import NEW_TOKENS, PROMPTS, TREES, tiny_heads
+from models import NEW_TOKENS, PROMPTS, TREES, needs_compiler, tiny_heads
 from test_fused import FUSED, SIZES, pair
-from test_native import needs_compiler
 
 from topo_search.compare import divergence
 from topo_search.decode.decoder import TreeDecoder

@@ -7,22 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from models import needs_compiler
 
 from topo_search.errors import InputError
 from topo_search.target.native import loaded_library, require_compiler
 
 CODE = 'extern "C" int answer() { return 42; }\n'
-
-
-def has_compiler() -> bool:
-    try:
-        require_compiler()
-    except InputError:
-        return False
-    return True
-
-
-needs_compiler = pytest.mark.skipif(not has_compiler(), reason="no C++ compiler here")
 
 
 class Place:

@@ -366,8 +366,8 @@ template <int AHEAD> void multiply_rows(const Product& p, int64_t row, int64_t e
     }
 }
 
-// Groups begin .. end of four outputs; the last group may be smaller. The first two tiles of rows share the fetching of a
-// later group's weights; behind the last one they fetch what is not there, which does no harm.
+// Groups begin .. end of four outputs; the last group may be smaller. The first two tiles of rows share the fetching of
+// a later group's weights; behind the last one they fetch what is not there, which does no harm.
 void multiply_range(int64_t begin, int64_t end, void* context) {
     const Product& p = *static_cast<const Product*>(context);
     const int64_t inputs = p.linear.inputs, outputs = p.linear.outputs, tiles = (p.width + ROWS - 1) / ROWS;
