@@ -36,6 +36,7 @@ from topo_search.device import device_record
 from topo_search.files.atomic import write_text
 from topo_search.files.prompts import packaged_prompts
 from topo_search.heads import DraftHeads, load_heads
+from topo_search.memory import keep_freed_memory
 from topo_search.provenance import provenance
 from topo_search.target import Target, load_target
 from topo_search.timed_steps import timed_ms
@@ -47,6 +48,7 @@ Texts = list[tuple[EncodedPrompt, tuple[int, ...]]]
 
 def main() -> int:
     options = _options()
+    keep_freed_memory()
     target = load_target(options.target)
     heads = load_heads(options.heads, target)
     prompts = encode_prompts(

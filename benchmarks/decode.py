@@ -39,6 +39,7 @@ from topo_search.files.prompts import packaged_prompts
 from topo_search.files.tree_file import read_tree
 from topo_search.heads import DraftHeads, load_heads
 from topo_search.measure import MeasureGrid, measure
+from topo_search.memory import keep_freed_memory
 from topo_search.provenance import provenance
 from topo_search.reference import generate_plain
 from topo_search.replay import replay
@@ -83,6 +84,7 @@ Runs = dict[str, list[list[Decoded]]]  # contender -> repeat -> prompt
 
 def main() -> int:
     options = _options()
+    keep_freed_memory()
     work = options.out.with_suffix("")
     clock = time.perf_counter()
     target = in_mode(load_target(options.target), ready_mode(options.mode, "cpu"), say=partial(print, file=sys.stderr))

@@ -31,6 +31,7 @@ from topo_search.files.prompts import Prompt, packaged_prompts
 from topo_search.files.tree_file import read_tree
 from topo_search.heads import DraftHeads, load_heads
 from topo_search.identity import RuleIdentity, sampling_rule
+from topo_search.memory import keep_freed_memory
 from topo_search.provenance import provenance
 from topo_search.reference import generate_plain
 from topo_search.replay import replay
@@ -58,6 +59,7 @@ class Check:
 
 def main() -> int:
     options = _options()
+    keep_freed_memory()
     lines = options.out.with_suffix(".jsonl")
     target, reference = load_target(options.target), load_target(options.target, pack=False)
     heads = load_heads(options.heads, target)

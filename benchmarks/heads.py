@@ -32,6 +32,7 @@ from topo_search.calibrate import EncodedPrompt, empty_trace, encode_prompts, tr
 from topo_search.compare import divergence
 from topo_search.cost import LatencyTable
 from topo_search.decode.decoder import Decoded, TreeDecoder
+from topo_search.decode.modes import MODES, in_mode, ready_mode
 from topo_search.device import device_record
 from topo_search.estimates import joint
 from topo_search.files.atomic import write_text
@@ -42,6 +43,7 @@ from topo_search.files.tree_file import read_tree
 from topo_search.heads import DraftHeads, load_heads
 from topo_search.heads.checkpoints import read_checkpoint
 from topo_search.measure import MeasureGrid, measure
+from topo_search.memory import keep_freed_memory
 from topo_search.prefixes import PrefixTable
 from topo_search.provenance import provenance
 from topo_search.reference import generate_plain
@@ -75,8 +77,9 @@ class Family:
 
 def main() -> int:
     options = _options()
+    keep_freed_memory()
     work = options.out.with_suffix("")
-    target = load_target(options.target)
+    target = in_mode(load_target(options.target), ready_mode(options.mode, "cpu"), say=partial(print, file=sys.stderr))
     loaded = {Path(spec).name: load_heads(spec, target) for spec in options.heads}
     prompts = encode_prompts(
         target, packaged_prompts(workload=None, split="all"), max_new_tokens=options.max_new_tokens
@@ -100,6 +103,7 @@ def main() -> int:
         "target": asdict(target.identity),
         "device": device_record(target),
         "attention": target.attention,
+        "mode": target.mode,
         "threads": torch.get_num_threads(),
         "max_new_tokens": options.max_new_tokens,
         "provenance": provenance(),
@@ -139,7 +143,8 @@ def _family(
 ) -> Family:
     """`filler`: text that fills the cache of the timed steps, or None where none is timed."""
     chosen_on, scored_on = (_by_split(trace, split) for split in ("calibration", "evaluation"))
-    latency = None if filler is None else _latency(target, heads, filler, work / f"{Path(spec).name}.latency.json")
+    path = work / f"{Path(spec).name}.{target.mode}.latency.json"
+    latency = None if filler is None else _latency(target, heads, filler, path)
     settings = Settings(budget=64, pick="best")
     fastest = Tree(()) if latency is None else optimize(chosen_on, latency, settings)[BEST_TREE].tree
     return Family(
@@ -337,6 +342,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="demo")
     parser.add_argument("--heads", action="append", required=True)
+    parser.add_argument("--mode", choices=MODES, default="auto")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--tokens-only", action="store_true")
     parser.add_argument("--num-decoded", type=int, default=24)

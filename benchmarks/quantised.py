@@ -35,6 +35,7 @@ from topo_search.files.prompts import Prompt, packaged_prompts
 from topo_search.heads import DraftHeads, load_heads
 from topo_search.identity import require_same
 from topo_search.measure import MeasureGrid, measure
+from topo_search.memory import keep_freed_memory
 from topo_search.provenance import provenance
 from topo_search.search.choose import Settings
 from topo_search.search.optimize import TREE, SearchResult, optimize
@@ -61,6 +62,7 @@ class Form:
 
 def main() -> int:
     options = _options()
+    keep_freed_memory()
     work = options.out.with_suffix("")
     work.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []

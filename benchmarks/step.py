@@ -33,6 +33,7 @@ from topo_search.decode.step import DecodeState, TreeStep
 from topo_search.device import device_record
 from topo_search.files.atomic import write_text
 from topo_search.heads import DraftHeads, load_heads
+from topo_search.memory import keep_freed_memory
 from topo_search.provenance import provenance
 from topo_search.target import Target, load_target
 from topo_search.target.packing import PackedLinear
@@ -46,6 +47,7 @@ Call = Callable[[], object]
 
 def main() -> int:
     options = _options()
+    keep_freed_memory()
     target = load_target(options.target, dtype=options.dtype, device=options.device)
     target = in_mode(target, ready_mode(options.mode, options.device), say=partial(print, file=sys.stderr))
     heads = load_heads(options.heads, target)

@@ -25,6 +25,7 @@ say "Done. The trace and the table are in ./calibration, the trees and masks in 
 cat <<END
 Type next:
   $ts generate "Explain why the sky is blue."                 decode with the best tree
+  $ts generate "Explain why the sky is blue." --mode compiled    faster steps, where there is a C++ compiler
   $ts calibrate && $ts optimize --budget 64   the full calibration set
   $ts bench --repeats 3                                       the full race, evaluation prompts
 END

@@ -239,7 +239,7 @@ def test_shipped_files_are_named_in_words_and_json(run: Run) -> None:
 def test_optimize_chooses_among_the_shipped_heads(run: Run, tmp_path: Path) -> None:
     """Each trace finds the table of its heads in whatever order; the winner's answer is the one it gets alone."""
     traces = _of_heads("demo-medusa", "demo-hydra", suffix="trace.safetensors")
-    tables = _of_heads("demo-hydra", "demo-medusa", suffix="latency.json")
+    tables = _of_heads("demo-hydra", "demo-medusa", suffix="compiled.latency.json")
     asked = ["optimize", "--workload", "math", "--budget", 16]
     code, out, err = run(*asked, *traces, *tables, "--json")
     assert code == 0, err
@@ -248,7 +248,7 @@ def test_optimize_chooses_among_the_shipped_heads(run: Run, tmp_path: Path) -> N
     assert list(rows) == ["demo-medusa", "demo-hydra"]
     chosen = found["heads"]["name"]
     assert [name for name, row in rows.items() if row["chosen"]] == [chosen]
-    assert all(Path(row["latency"]).name == f"{name}.latency.json" for name, row in rows.items())
+    assert all(Path(row["latency"]).name == f"{name}.compiled.latency.json" for name, row in rows.items())
     (other,) = (row for row in rows.values() if not row["chosen"])
     low, high = other["chosen_over"]["interval"]
     assert low < other["chosen_over"]["value"] < high
@@ -257,7 +257,7 @@ def test_optimize_chooses_among_the_shipped_heads(run: Run, tmp_path: Path) -> N
     assert f"Fastest heads: {chosen}" in found["verdict"]
     made_from = json.loads((tmp_path / "trees/best-tree.tree.json").read_text())["made_from"]
     assert made_from["heads"]["name"] == chosen
-    alone = [*_of_heads(chosen, suffix="trace.safetensors"), *_of_heads(chosen, suffix="latency.json")]
+    alone = [*_of_heads(chosen, suffix="trace.safetensors"), *_of_heads(chosen, suffix="compiled.latency.json")]
     code, out, err = run(*asked, *alone, "--json")
     assert code == 0, err
     single = json.loads(out)
@@ -272,10 +272,10 @@ def test_optimize_chooses_among_the_shipped_heads(run: Run, tmp_path: Path) -> N
 
 def test_heads_and_tables_that_do_not_pair_are_named(run: Run, tmp_path: Path) -> None:
     both = _of_heads("demo-medusa", "demo-hydra", suffix="trace.safetensors")
-    tables = _of_heads("demo-medusa", "demo-hydra", suffix="latency.json")
+    tables = _of_heads("demo-medusa", "demo-hydra", suffix="compiled.latency.json")
     _refused(run("optimize", *both), "demo-medusa.trace.safetensors", "no --latency", "topo-search measure")
     _refused(run("optimize", *both, *tables[:2]), "demo-hydra.trace.safetensors", "no --latency")
-    _refused(run("optimize", *both[:2], *tables), "demo-hydra.latency.json", "there is no --trace")
+    _refused(run("optimize", *both[:2], *tables), "demo-hydra.compiled.latency.json", "there is no --trace")
     _refused(run("optimize", *both, *both[:2], *tables), "same heads, demo-medusa", "--trace")
     _refused(run("optimize", *both, *tables, *tables[2:]), "same heads, demo-hydra", "--latency")
     _refused(run("optimize", *both, *tables[:2], *both[2:]), "--trace")
@@ -285,13 +285,15 @@ def test_heads_and_tables_that_do_not_pair_are_named(run: Run, tmp_path: Path) -
     table = tmp_path / "mine.json"
     table.write_text('{"rank_table": [[0.6, 0.1]]}')
     _refused(run("optimize", "--accuracies", table, *tables), "one --latency")
-    other = json.loads((HEADS / "demo-hydra.latency.json").read_text())
+    other = json.loads((HEADS / "demo-hydra.compiled.latency.json").read_text())
     other["mode"] = "graph"
     (tmp_path / "graph.latency.json").write_text(json.dumps(other))
     mixed = [*tables[:2], "--latency", tmp_path / "graph.latency.json"]
-    _refused(run("optimize", *both, *mixed), "mode is 'graph', not 'eager'", "one device in one mode")
+    _refused(run("optimize", *both, *mixed), "mode is 'graph', not 'compiled'", "one device in one mode")
     shipped = packaged("calibration/demo")  # the same heads on other prompts
-    hydra = [*both[2:], *tables[2:]]
+    other["mode"] = "eager"  # as the shipped table
+    (tmp_path / "eager.latency.json").write_text(json.dumps(other))
+    hydra = [*both[2:], "--latency", tmp_path / "eager.latency.json"]
     demo = ["--trace", shipped / "demo.trace.safetensors", "--latency", shipped / "demo.latency.json"]
     _refused(run("optimize", *hydra, *demo), "demo-medusa", "demo-hydra cannot be compared", "prompt")
 
