@@ -270,6 +270,16 @@ def test_optimize_chooses_among_the_shipped_heads(run: Run, tmp_path: Path) -> N
     assert "4 trees" in err and "Fastest heads" in err
 
 
+def test_the_next_command_names_heads_and_mode(run: Run) -> None:
+    """As it is printed it must serve the tree: defaults are other heads and eager steps."""
+    hydra = _of_heads("demo-hydra", suffix="trace.safetensors")
+    table = _of_heads("demo-hydra", suffix="compiled.latency.json")
+    _, _, err = run("optimize", "--budget", 8, "--resamples", 100, *hydra, *table)
+    said = " ".join(err.split())
+    assert "topo-search generate --heads demo-hydra --mode compiled --tree " in said
+    assert "topo-search bench --heads demo-hydra --mode compiled --tree " in said
+
+
 def test_heads_and_tables_that_do_not_pair_are_named(run: Run, tmp_path: Path) -> None:
     both = _of_heads("demo-medusa", "demo-hydra", suffix="trace.safetensors")
     tables = _of_heads("demo-medusa", "demo-hydra", suffix="compiled.latency.json")

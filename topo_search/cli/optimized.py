@@ -52,10 +52,18 @@ def report(
         note(f"Warning: {warning}")
     if study:
         note(_study_line(study))
-    _note_files(files, found.recommended)
+    _note_files(files, found.recommended, _serving_options(origin))
 
 
-def _note_files(files: dict[str, Path], recommended: str) -> None:
+def _serving_options(origin: Origin) -> str:
+    """What `generate` and `bench` must be told to serve what the answer was made for, where it is no default."""
+    named = [] if origin.trace is None else [("target", "demo", origin.trace.target.name)]
+    named += [] if origin.trace is None else [("heads", "demo-medusa", origin.trace.heads.name)]
+    named += [("mode", "eager", "compiled")] if origin.table is not None and origin.table.mode == "compiled" else []
+    return "".join(f" --{option} {value}" for option, default, value in named if value != default)
+
+
+def _note_files(files: dict[str, Path], recommended: str, options: str) -> None:
     """What was written, and what can be done with it; an alternative without a draft node has no file."""
     for name, file in files.items():
         note(f"Wrote {file} ({name})")
@@ -64,8 +72,8 @@ def _note_files(files: dict[str, Path], recommended: str) -> None:
         return
     tree = files.get(recommended) or files.get(TREE, next(iter(files.values())))
     chain = f" --chain {files[CHAIN]}" if CHAIN in files else ""
-    note(f"Next: topo-search show {tree}, topo-search generate --tree {tree} PROMPT, or ")
-    note(f"topo-search bench --tree {files.get(TREE, tree)}{chain}")
+    note(f"Next: topo-search show {tree}, topo-search generate{options} --tree {tree} PROMPT, or ")
+    note(f"topo-search bench{options} --tree {files.get(TREE, tree)}{chain}")
 
 
 def _study_line(study: dict[str, Any]) -> str:

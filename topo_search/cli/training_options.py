@@ -47,7 +47,8 @@ IntermediateSize = Annotated[
 RootInPrefix = Annotated[
     bool,
     typer.Option(
-        "--root-in-prefix", help="The prefix layer reads each state with the token after it, as EAGLE's layer does."
+        "--root-in-prefix",
+        help="The prefix layer reads each state with the token after it, the root last (EAGLE's input).",
     ),
 ]
 BlindFirst = Annotated[bool, typer.Option("--blind-first", help="Head 1 sees the hidden state alone, not the root.")]

@@ -91,7 +91,10 @@ def _require_compilable(target: Target) -> None:
     elif head_dim % LANES:
         why = f"for heads of a multiple of {LANES} numbers, not of {head_dim}"
     if why is not None:
-        raise InputError(f"Mode compiled is {why}; {target.identity.name} cannot be. Use --mode eager or auto.")
+        raise InputError(
+            f"Mode compiled is {why}; {target.identity.name} in {target.identity.dtype} is no such target. Use "
+            "--mode eager or auto."
+        )
 
 
 def new_step(target: Target, heads: DraftHeads | None, plan: TreePlan) -> TreeStep:
