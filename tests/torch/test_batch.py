@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import NEW_TOKENS, POSITIONS, PROMPTS, TREES, heads_of, must_not_run, plain_text, target_of
+from models import NEW_TOKENS, POSITIONS, PROMPTS, TREES, heads_of, must_not_run, plain_text, target_of, tiny_hydra
 from transformers.generation import logits_process
 
 from topo_search.decode.batch import decode_batch
@@ -51,6 +51,13 @@ def test_rows_are_what_they_are_alone(architecture: str, tree: str, rule: str) -
     assert_as_alone(answers, decoder, [0, 1, 2, 3], **settings)
     if rule == "greedy":
         assert [answer.tokens for answer in answers] == [plain_text(architecture, p).tokens[:20] for p in PROMPTS]
+
+
+def test_prefix_heads_read_each_rows_own_tokens() -> None:
+    """Heads that read what follows each committed token; one row's tokens must not reach another's context."""
+    heads = tiny_hydra(target_of("llama"), prefix_attention=True, root_in_prefix=True)
+    decoder = TreeDecoder(target_of("llama"), heads, TREES["dense"], capacity=POSITIONS, run_probe=False)
+    assert_as_alone(decode_batch(decoder, PROMPTS, max_new_tokens=20), decoder, [0, 1, 2, 3], max_new_tokens=20)
 
 
 def test_a_row_is_the_same_at_another_slot_and_in_another_batch() -> None:

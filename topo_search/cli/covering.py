@@ -8,6 +8,7 @@ from typing import Any
 
 from topo_search.accepts import AcceptTrace
 from topo_search.cli.options import CALIBRATION_FOLDER
+from topo_search.cli.serving import serving_options
 from topo_search.cost import LatencyTable
 from topo_search.errors import InputError
 from topo_search.files.accepts_file import ACCEPTS_SUFFIX, read_accepts
@@ -75,19 +76,9 @@ def report_typical(
         note("No tree file: plain decoding has no draft node.")
         return
     chain = f" --chain {files[CHAIN]}" if CHAIN in files else ""
-    note(f"Next: topo-search calibrate {_options_of(masks)} --tree {files[TREE]} --no-measure, its true figure")
-    note(f"      topo-search bench {_options_of(masks)} --tree {files[TREE]}{chain}")
-
-
-def _options_of(masks: AcceptTrace) -> str:
-    rule = masks.rule
-    seed = "" if rule.seed is None else f" --seed {rule.seed}"
-    filters = {"top-k": rule.top_k, "top-p": rule.top_p, "min-p": rule.min_p}
-    given = "".join(f" --{name} {value}" for name, value in filters.items() if value is not None)
-    return (
-        f"--acceptance typical --epsilon {rule.epsilon:g} --delta {rule.delta:g} --bonus {rule.bonus} "
-        f"--temperature {rule.temperature:g}{seed}{given}"
-    )
+    options = serving_options(masks.target, masks.heads, masks.rule, None if table is None else table.mode)
+    note(f"Next: topo-search calibrate{options} --tree {files[TREE]} --no-measure, its true figure")
+    note(f"      topo-search bench{options} --tree {files[TREE]}{chain}")
 
 
 def _predicted(found: TypicalFigures) -> Predicted:

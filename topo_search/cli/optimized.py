@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from topo_search.cli.origins import Origin
+from topo_search.cli.serving import serving_options
 from topo_search.errors import TopoSearchError
 from topo_search.files.artefacts import file_ref
 from topo_search.files.tree_file import TREE_SUFFIX, MadeFrom, Predicted, TreeFile, read_tree, write_tree
@@ -52,15 +53,10 @@ def report(
         note(f"Warning: {warning}")
     if study:
         note(_study_line(study))
-    _note_files(files, found.recommended, _serving_options(origin))
-
-
-def _serving_options(origin: Origin) -> str:
-    """What `generate` and `bench` must be told to serve what the answer was made for, where it is no default."""
-    named = [] if origin.trace is None else [("target", "demo", origin.trace.target.name)]
-    named += [] if origin.trace is None else [("heads", "demo-medusa", origin.trace.heads.name)]
-    named += [("mode", "eager", "compiled")] if origin.table is not None and origin.table.mode == "compiled" else []
-    return "".join(f" --{option} {value}" for option, default, value in named if value != default)
+    mode = None if origin.table is None else origin.table.mode
+    trace = origin.trace
+    options = "" if trace is None else serving_options(trace.target, trace.heads, trace.rule, mode)
+    _note_files(files, found.recommended, options)
 
 
 def _note_files(files: dict[str, Path], recommended: str, options: str) -> None:
