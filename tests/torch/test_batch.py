@@ -15,6 +15,7 @@ from topo_search.decode.decoder import Decoded, TreeDecoder
 from topo_search.decode.plan import plan_tree
 from topo_search.decode.rows import RowCache
 from topo_search.errors import InputError
+from topo_search.heads.attention import PrefixContext
 from topo_search.heads.medusa import MedusaHeads
 from topo_search.identity import GREEDY, sampling_rule
 from topo_search.target import Target
@@ -53,11 +54,24 @@ def test_rows_are_what_they_are_alone(architecture: str, tree: str, rule: str) -
         assert [answer.tokens for answer in answers] == [plain_text(architecture, p).tokens[:20] for p in PROMPTS]
 
 
-def test_prefix_heads_read_each_rows_own_tokens() -> None:
-    """Heads that read what follows each committed token; one row's tokens must not reach another's context."""
+def test_prefix_heads_read_each_rows_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads that read what follows each committed token are given a row's whole text, from its second token on."""
     heads = tiny_hydra(target_of("llama"), prefix_attention=True, root_in_prefix=True)
     decoder = TreeDecoder(target_of("llama"), heads, TREES["dense"], capacity=POSITIONS, run_probe=False)
-    assert_as_alone(decode_batch(decoder, PROMPTS, max_new_tokens=20), decoder, [0, 1, 2, 3], max_new_tokens=20)
+    read: dict[int, list[int]] = {}
+    extend = PrefixContext.extend
+
+    def recording(context: PrefixContext, states: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+        read.setdefault(id(context), []).extend(following[0].tolist())
+        return extend(context, states, following)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PrefixContext, "extend", recording)
+        answers = decode_batch(decoder, PROMPTS, max_new_tokens=20)
+    assert_as_alone(answers, decoder, [0, 1, 2, 3], max_new_tokens=20)
+    for prompt, answer, tokens in zip(PROMPTS, answers, read.values(), strict=True):
+        text = [*prompt, *answer.tokens]
+        assert len(tokens) >= len(prompt) and tokens == text[1 : len(tokens) + 1]
 
 
 def test_a_row_is_the_same_at_another_slot_and_in_another_batch() -> None:

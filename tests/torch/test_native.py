@@ -100,9 +100,10 @@ def test_a_library_that_does_not_load_is_named(place: Place) -> None:
 def test_a_folder_that_others_can_write_to_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = place.cache / "topo-search" / "compiled"
     folder.mkdir(parents=True)
-    folder.chmod(0o777)
-    with pytest.raises(InputError, match=r"can be written to by others.*chmod go-w .*or use --mode eager or auto"):
-        loaded_library(place.source)
+    for mode in (0o775, 0o757):  # by the group, by all others
+        folder.chmod(mode)
+        with pytest.raises(InputError, match=r"can be written to by others.*chmod go-w .*or use --mode eager or auto"):
+            loaded_library(place.source)
     folder.chmod(0o755)
     owner = folder.stat().st_uid
     monkeypatch.setattr(os, "getuid", lambda: owner + 1)
