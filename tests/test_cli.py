@@ -413,6 +413,7 @@ def test_a_tree_deeper_than_the_heads(run: Run, calibrated: list[object], tiny_f
     run("optimize", "--budget", 5, "--objective", "tokens-per-step")
     deep = ["--tree", "trees/best-chain.tree.json", "--target", tiny_folders["target"]]
     shallow = ["--heads", tiny_folders["shallow"], "--allow-mismatch"]
+    _refused(run("generate", "w1", *deep, *shallow[:2]), "its heads", f"name its heads ({tiny_folders['heads']})")
     refused = run("generate", "w1", *deep, *shallow)
     assert "Warning: trees/best-chain.tree.json: its heads" in refused[2]
     _refused(refused, "deep", "1 draft heads", "--prune-depth 1")

@@ -44,6 +44,7 @@ from topo_search.heads.projection import Projection
 from topo_search.identity import HeadsIdentity
 from topo_search.ranking import top_tokens
 from topo_search.replay import replay
+from topo_search.target.fused import has_fused_layers
 from topo_search.tree import Tree
 
 TARGET = target_of("llama")
@@ -56,7 +57,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "fusion": {"sees": "fusion"},
     "prefix": {"prefix_attention": True},
     "rooted prefix": {"prefix_attention": True, "root_in_prefix": True},
-    "all": {"arch": "guide", "num_layers": 2, "sees": "fusion", "root_in_first": False, "prefix_attention": True},
+    "gain": {"embedding_gain": 7.0},
+    "rooted fusion": {"prefix_attention": True, "root_in_prefix": True, "sees": "fusion", "num_layers": 2},
+    "all": {"arch": "guide", "num_layers": 2, "sees": "fusion", "root_in_first": False, "prefix_attention": True}
+    | {"embedding_gain": 0.5},
 }
 OPTIONS = SHAPES | {"shortlist": {"shortlist": 30}, "prefix shortlist": {"prefix_attention": True, "shortlist": 30}}
 EACH_SHAPE = pytest.mark.parametrize("option", SHAPES)
@@ -146,7 +150,7 @@ def reference_head(blocks: HydraBlocks, head: int, read: Tensor, embedded: Tenso
     """What head number `head` hands on for one row, from h_t and the embeddings of root and path (section 3)."""
     shape, block = blocks.shape, blocks.heads[head]
     weights = dict(block.state_dict())
-    path = embedded[: head + 1]
+    path = embedded[: head + 1] * shape.embedding_gain
     if shape.sees == "fusion":
         assert shape.layer is not None
         path = llama_layer(blocks.fusion, shape.layer, torch.cat([read[None], path]))[-1:]
@@ -439,10 +443,11 @@ def test_heads_in_bf16_serve_a_target_in_fp32() -> None:
     )
 
 
-def test_packed_heads_score_as_plain_ones() -> None:
-    """On a CPU in fp32 the heads' layers are packed for oneDNN, attention included."""
+@pytest.mark.parametrize("option", ["prefix", "rooted prefix", "rooted fusion", "gain"])
+def test_packed_heads_score_as_plain_ones(option: str) -> None:
+    """On a CPU in fp32 the heads' layers are packed for oneDNN, and attention runs in few operations."""
     target = as_target(tiny_model(llama_config(), dtype=torch.float32), dtype="float32")
-    shape = hydra_shape(target, prefix_attention=True, num_layers=2)
+    shape = hydra_shape(target, **SHAPES[option])
     identity = HeadsIdentity(name="tiny", kind="hydra", fingerprint="", num_heads=4)
     packed = HydraHeads(drawn_hydra(target, shape), target, identity)
     exact = HydraHeads(drawn_hydra(target, shape), target, identity, dtype=torch.float64)
@@ -450,6 +455,28 @@ def test_packed_heads_score_as_plain_ones() -> None:
     expected = exact.path_scores(exact.features(states, tokens[:, 0]), tokens)
     found = packed.path_scores(packed.features(states, tokens[:, 0]), tokens)
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-3)
+    attending = [layer for layer in (packed.blocks.prefix, packed.blocks.fusion) if layer is not None]
+    assert all(has_fused_layers(layer.model) for layer in attending)
+    assert not any(has_fused_layers(layer.model) for layer in (exact.blocks.prefix, exact.blocks.fusion) if layer)
+
+
+def test_a_fused_prefix_layer_reads_step_by_step_what_it_reads_at_once() -> None:
+    """Steps of one and of several tokens, two rows at a time, with a step taken back in between."""
+    target = as_target(tiny_model(llama_config(), dtype=torch.float32), dtype="float32")
+    identity = HeadsIdentity(name="tiny", kind="hydra", fingerprint="", num_heads=4)
+    shape = hydra_shape(target, prefix_attention=True, root_in_prefix=True)
+    heads = HydraHeads(drawn_hydra(target, shape), target, identity)
+    states, following = torch.randn(2, 9, 64), torch.randint(0, VOCAB, (2, 9))
+    context = heads.new_context(12, batch=2)
+    context.extend(states[:, :4].flip(1), following[:, :4])
+    context.rewind(0)
+    start = 0
+    for count in (4, 1, 3, 1):
+        read = context.extend(states[:, start : start + count], following[:, start : start + count])
+        start += count
+        for row in range(2):
+            whole = heads.features(states[row, :start], following[row, :start])
+            assert torch.allclose(read[row], whole[-1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -460,6 +487,8 @@ def test_packed_heads_score_as_plain_ones() -> None:
         ({"prefix_attention": True}, "need the shape of their attention layer"),
         ({"root_in_prefix": True}, "root_in_prefix need prefix_attention"),
         ({"sees": "fusion"}, "need the shape of their attention layer"),
+        ({"embedding_gain": 0.0}, "embedding_gain above 0"),
+        ({"embedding_gain": float("nan")}, "embedding_gain above 0"),
     ],
 )
 def test_shapes_that_make_no_heads_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from folders import save_tiny_target
@@ -79,6 +80,7 @@ FAMILIES: dict[str, tuple[object, ...]] = {
     "last": ("hydra", "--sees", "last"),
     "fusion": ("hydra++", "--sees", "fusion", "--num-layers", 1),
     "hydra++": ("hydra++", "--num-layers", 2, "--shortlist", 30),
+    "rooted": ("hydra++", "--num-layers", 1, "--root-in-prefix", "--distill", 0),
 }
 
 
@@ -102,7 +104,8 @@ def test_every_family_trains_and_loads(family: str, run: Run, text: Path, root: 
     assert config["target_fingerprint"] == target.identity.fingerprint
     heads = load_heads(str(out), target)
     assert heads.identity.num_heads == 2
-    scores = heads.path_scores(torch.randn(3, target.hidden_size), torch.tensor([[5, 6]] * 3))
+    tokens = torch.tensor([[5, 6]] * 3)
+    scores = heads.path_scores(heads.features(torch.randn(3, target.hidden_size), tokens[:, 0]), tokens)
     shortlisted = "--shortlist" in FAMILIES[family]
     assert scores.shape == (3, 2, 30 if shortlisted else target.known_ids)
     assert (heads.token_map is not None) == shortlisted
@@ -119,6 +122,20 @@ def test_a_target_in_bf16_trains_heads(words: tuple[object, ...], run: Run, text
     out = tmp_path / "heads" if words[0] == "medusa-2" else tmp_path
     served = load_target(str(tmp_path / "target" if words[0] == "medusa-2" else "target"), dtype="bfloat16")
     assert load_heads(str(out), served).identity.num_heads == 2
+
+
+def test_hydra_heads_raise_embeddings_to_the_size_of_the_states(run: Run, text: Path, tmp_path: Path) -> None:
+    """Beside states many times as large they would be learned from as many times slower."""
+    words = ("--target", "target", "--text", "text", "--out", tmp_path, *SHORT, "--held-out", 0)
+    code, err = run("train", "hydra", *words)
+    assert code == 0, err
+    (path,) = (tmp_path / "work").glob("states-*.f16")
+    states = torch.from_numpy(np.fromfile(path, dtype=np.float16).astype(np.float32))
+    table = load_target("target").input_embeddings.weight
+    ratio = states.square().mean().sqrt() / table.detach().square().mean().sqrt()
+    gain = json.loads((tmp_path / "config.json").read_text())["shape"]["embedding_gain"]
+    assert gain == pytest.approx(float(ratio), rel=0.05)
+    assert load_heads(str(tmp_path), load_target("target")).blocks.shape.embedding_gain == gain
 
 
 def test_the_saved_heads_are_the_trained_ones(run: Run, text: Path, tmp_path: Path) -> None:

@@ -163,14 +163,20 @@ def hydra_plus_plus(
 def _run_hydra(job: Job, shape: dict[str, Any], *, own_projection: bool, intermediate_size: int | None) -> None:
     """Train heads of a `HydraShape` with the given fields."""
     from topo_search.heads.attention import LayerShape
-    from topo_search.heads.hydra import HydraShape, untrained_hydra
+    from topo_search.heads.hydra import HydraShape, embedding_size, untrained_hydra
 
     def blocks(model: Target, gain: float) -> nn.Module:
         layer = LayerShape.of(model)
         if intermediate_size is not None:
             layer = replace(layer, intermediate_size=intermediate_size)
         attends = shape["prefix_attention"] or shape["sees"] == "fusion"
-        whole = HydraShape(hidden=model.hidden_size, num_heads=job.num_heads, layer=layer if attends else None, **shape)
+        whole = HydraShape(
+            hidden=model.hidden_size,
+            num_heads=job.num_heads,
+            embedding_gain=round(gain / embedding_size(model), 3),
+            layer=layer if attends else None,
+            **shape,
+        )
         return untrained_hydra(model, whole, share_projection=not own_projection, gain=gain)
 
     run_training(job, blocks)

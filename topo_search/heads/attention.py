@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaModel
 
 from topo_search.decode.cache import SlotCache
 from topo_search.target.adapter import Target, cache_argument
+from topo_search.target.fused import fuse_body, has_fused_layers, through_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +82,9 @@ class DecoderLayer(nn.Module):
 
         `mask` is None (causal), a 2-D padding mask or a 4-D additive one.
         """
+        if has_fused_layers(self.model):
+            assert mask is None, "only training, which does not fuse, has masks of its own"
+            return self._fused(inputs, cache)
         arguments: dict[str, Any] = {}
         if cache is not None:
             positions = torch.arange(cache.length, cache.length + inputs.shape[1], device=inputs.device)[None]
@@ -93,12 +97,25 @@ class DecoderLayer(nn.Module):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
+    def fuse(self) -> None:
+        """From here on inference alone, in few operations, where this precision and device have them."""
+        fuse_body(self.model)
+
+    def _fused(
+        self, inputs: Float[Tensor, "batch positions hidden"], cache: SlotCache | None
+    ) -> Float[Tensor, "batch positions hidden"]:
+        start, width = 0 if cache is None else cache.length, inputs.shape[1]
+        positions = torch.arange(start, start + width)[None]
+        shape = (inputs.shape[0], 1, width, start + width)
+        mask = torch.full(shape, torch.finfo(inputs.dtype).min).triu(start + 1)
+        return through_layers(self.model, inputs, position_ids=positions, mask=mask, cache=cache)
+
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # A cast to bf16 would round the rotary frequencies with the weights, and far positions would lose their angle.
-        rotary = self.model.rotary_emb
+        rotary: Any = self.model.rotary_emb.rotary if has_fused_layers(self.model) else self.model.rotary_emb
         exact = rotary.inv_freq
         applied = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        rotary.inv_freq = exact.to(rotary.inv_freq.device)  # type: ignore[assignment]
+        rotary.inv_freq = exact.to(rotary.inv_freq.device)
         return applied
 
     def new_cache(self, capacity: int, *, batch: int, dtype: torch.dtype, device: torch.device) -> SlotCache:

@@ -11,6 +11,7 @@ With `root_in_prefix` the prefix layer reads each state together with the token 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -47,6 +48,8 @@ class HydraShape:
         root_in_first: whether head 1 sees the root; without it head 1 sees h_t alone.
         prefix_attention: whether a decoder layer over all committed tokens' states replaces h_t (Hydra++).
         root_in_prefix: whether that layer reads, beside each state, the embedding of the token after it.
+        embedding_gain: what a head multiplies the path's embeddings by: 1 in the paper; the ratio of sizes where states
+            are many times larger, beside which embeddings would be learned from slowly.
         layer: shape of the attention layers; needed where there is one.
     """
 
@@ -58,12 +61,15 @@ class HydraShape:
     root_in_first: bool = True
     prefix_attention: bool = False
     root_in_prefix: bool = False
+    embedding_gain: float = 1.0
     layer: LayerShape | None = None
 
     def __post_init__(self) -> None:
         for name in ("hidden", "num_heads", "num_layers"):
             if getattr(self, name) < 1:
                 raise InputError(f"Hydra heads need {name} of at least 1, not {getattr(self, name)}.")
+        if not (math.isfinite(self.embedding_gain) and self.embedding_gain > 0):
+            raise InputError(f"Hydra heads need an embedding_gain above 0, not {self.embedding_gain}.")
         if self.layer is None and (self.prefix_attention or self.sees == "fusion"):
             raise InputError("Hydra heads with attention need the shape of their attention layer.")
         if self.root_in_prefix and not self.prefix_attention:
@@ -173,6 +179,7 @@ class HydraBlocks(nn.Module):
 
         `path` holds the embeddings of the root and the drafted tokens before this head, `head + 1` of them.
         """
+        path = path * self.shape.embedding_gain
         if self.fusion is not None:
             texts = torch.cat([features[..., None, :], path], dim=-2)
             flat = texts.reshape(-1, *texts.shape[-2:])
@@ -187,7 +194,7 @@ class HydraBlocks(nn.Module):
         self, features: Float[Tensor, "rows hidden"], path: Float[Tensor, "rows depth hidden"], heads: int
     ) -> Float[Tensor, "heads rows hidden"]:
         """What the first `heads` heads hand to their projection, each under the true path."""
-        fused = None
+        path, fused = path * self.shape.embedding_gain, None
         if self.fusion is not None:
             fused = self.fusion(torch.cat([features[:, None], path[:, :heads]], dim=1))
         outputs = []
@@ -203,7 +210,8 @@ class HydraHeads:
     """Hydra or Hydra++ heads bound to their target; satisfies `DraftHeads`.
 
     Args:
-        blocks: the trained part, taken over: moved to the target's device, frozen, packed where that is faster.
+        blocks: the trained part, taken over: moved to the target's device, frozen, fused and packed where that is
+            faster.
         target: whose states and embeddings they read.
         identity: who they are.
         token_map: `[columns]` target ids of a shortlist, ascending.
@@ -225,6 +233,8 @@ class HydraHeads:
         self.dtype = dtype or target.dtype
         self.blocks = blocks.to(device=target.device, dtype=self.dtype).eval().requires_grad_(False)
         self.projection = Projection(target, weight=blocks.projection, bias=blocks.projection_bias, token_map=token_map)
+        for layer in filter(None, (self.blocks.prefix, self.blocks.fusion)):
+            layer.fuse()
         pack_linears(self.blocks)
         self.target = target
         self.identity = identity
@@ -312,3 +322,9 @@ def untrained_hydra(target: Target, shape: HydraShape, *, share_projection: bool
     `gain` is the root mean square of the target's hidden states, which attention layers start by keeping.
     """
     return HydraBlocks(shape, gain=gain, projection=None if share_projection else target.output_weight)
+
+
+def embedding_size(target: Target) -> float:
+    """Root mean square of the target's input embeddings, over at most 4,096 tokens taken evenly."""
+    ids = torch.arange(0, target.vocab_size, max(1, target.vocab_size // 4096), device=target.device)
+    return float(target.embed(ids).float().pow(2).mean().sqrt())

@@ -158,6 +158,18 @@ def fused_states(
 ) -> Float[Tensor, "batch width hidden"]:
     """Final hidden states of a step's tokens, written behind the cache's committed ones, as the model's own pass."""
     hidden: Tensor = body.embed_tokens(input_ids)
+    return through_layers(body, hidden, position_ids=position_ids, mask=mask, cache=cache)
+
+
+def through_layers(
+    body: Any,
+    hidden: Float[Tensor, "batch width hidden"],
+    *,
+    position_ids: Int[Tensor, "rows width"],
+    mask: Float[Tensor, "batch 1 width seen"],
+    cache: Cache | None,
+) -> Float[Tensor, "batch width hidden"]:
+    """Final hidden states of given embeddings."""
     angles = body.rotary_emb(hidden, position_ids)
     repeated = folded_mask(mask, body.layers[0].num_key_value_groups)
     for layer in body.layers:
@@ -168,8 +180,14 @@ def fused_states(
 
 def fuse_layers(model: Any) -> int:
     """Replace the decoder layers of a Llama-like fp32 model on a CPU; returns how many, zero for every other model."""
-    body = model.base_model
-    if not _can_fuse(model):
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    is_fp32 = weight is not None and weight.dtype == torch.float32 and weight.device.type == "cpu"
+    return fuse_body(model.base_model) if is_fp32 else 0
+
+
+def fuse_body(body: Any) -> int:
+    """The same for a model without embeddings and output layer, such as the one layer of Hydra++ heads."""
+    if not _can_fuse(body):
         return 0
     rotary = FusedRotary(body.rotary_emb)
     if not _agree(body.layers[0], FusedLayer(body.layers[0]), body.rotary_emb, rotary):
@@ -181,11 +199,9 @@ def fuse_layers(model: Any) -> int:
     return len(body.layers)
 
 
-def _can_fuse(model: Any) -> bool:
-    config, body = model.config, model.base_model
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    is_fp32 = weight is not None and weight.dtype == torch.float32 and weight.device.type == "cpu"
-    if not (is_fp32 and can_pack() and config.model_type in _MODEL_TYPES and config.hidden_act == "silu"):
+def _can_fuse(body: Any) -> bool:
+    config = body.config
+    if not (can_pack() and config.model_type in _MODEL_TYPES and config.hidden_act == "silu"):
         return False
     if config._attn_implementation not in (GROUPED, "sdpa"):
         return False
