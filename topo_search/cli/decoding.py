@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from topo_search.cli.inputs import refuse_mismatch, require_fit
 from topo_search.errors import InputError
 from topo_search.files.tree_file import TreeFile, read_tree
-from topo_search.identity import GREEDY, HeadsIdentity, RuleIdentity
+from topo_search.identity import GREEDY, RuleIdentity
 from topo_search.report.console import note
 from topo_search.tree import Tree
 
@@ -47,13 +47,14 @@ def fitting_tree(path: Path, found: TreeFile, target: Target, heads: DraftHeads,
     origin = found.made_from
     if origin is not None:
         require_fit(f"{path}: its target", origin.target, target.identity, allow_mismatch=allow_mismatch)
-        require_fit(
-            f"{path}: its heads",
-            origin.heads,
-            heads.identity,
-            allow_mismatch=allow_mismatch,
-            way_out=f"{_named(origin.heads)}calibrate and optimize with these",
-        )
+        if origin.heads is not None:
+            require_fit(
+                f"{path}: its heads",
+                origin.heads,
+                heads.identity,
+                allow_mismatch=allow_mismatch,
+                way_out=f"name its heads ({origin.heads.name}) with --heads, or calibrate and optimize with these",
+            )
         require_device(f"{path}: its latency table", origin.device, target, allow_mismatch=allow_mismatch)
         if origin.mode not in (None, target.mode):
             note(
@@ -61,10 +62,6 @@ def fitting_tree(path: Path, found: TreeFile, target: Target, heads: DraftHeads,
                 f"be faster. Decode with --mode {origin.mode}, or run measure --mode {target.mode} and optimize again."
             )
     return found.tree
-
-
-def _named(heads: HeadsIdentity | None) -> str:
-    return "" if heads is None else f"name its heads ({heads.name}) with --heads, or "
 
 
 def require_mode(what: str, mode: str | None, target: Target, *, allow_mismatch: bool) -> None:

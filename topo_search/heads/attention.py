@@ -91,8 +91,7 @@ class DecoderLayer(nn.Module):
             arguments = {self._cache_argument: cache, "position_ids": positions}
         elif mask is None:
             # Left to itself transformers reads positions back, to look for several texts packed into one row.
-            shape = (1, 1, inputs.shape[1], inputs.shape[1])
-            mask = inputs.new_full(shape, torch.finfo(inputs.dtype).min).triu(1)
+            mask = _causal_mask(inputs, 0)
         output = self.model(inputs_embeds=inputs, attention_mask=mask, use_cache=cache is not None, **arguments)
         hidden: Tensor = output.last_hidden_state
         return hidden
@@ -104,10 +103,9 @@ class DecoderLayer(nn.Module):
     def _fused(
         self, inputs: Float[Tensor, "batch positions hidden"], cache: SlotCache | None
     ) -> Float[Tensor, "batch positions hidden"]:
-        start, width = 0 if cache is None else cache.length, inputs.shape[1]
-        positions = torch.arange(start, start + width)[None]
-        shape = (inputs.shape[0], 1, width, start + width)
-        mask = torch.full(shape, torch.finfo(inputs.dtype).min).triu(start + 1)
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + inputs.shape[1])[None]
+        mask = _causal_mask(inputs, start)
         return through_layers(self.model, inputs, position_ids=positions, mask=mask, cache=cache)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -129,6 +127,12 @@ class DecoderLayer(nn.Module):
             dtype=dtype,
             device=device,
         )
+
+
+def _causal_mask(inputs: Float[Tensor, "batch width hidden"], start: int) -> Float[Tensor, "batch 1 width seen"]:
+    """What `inputs` behind `start` committed positions may see, as an additive mask."""
+    batch, width, _ = inputs.shape
+    return inputs.new_full((batch, 1, width, start + width), torch.finfo(inputs.dtype).min).triu(start + 1)
 
 
 class PrefixContext:
