@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -52,6 +53,19 @@ def test_head_k_at_position_g_learns_the_token_k_after_the_root(
             if inside:  # tokens are their own positions here
                 assert rows.path[row, :k].tolist() == list(range(g + 1, g + 1 + k))
                 assert rows.teachers[row, k - 1] == g + k
+
+
+def test_labels_are_what_the_text_says_was_chosen() -> None:
+    """The path stays the text's own, whatever was chosen after it."""
+    text = counted(((2, 6), (3, 4)))
+    chosen = replace(text, choices=text.tokens + 101)
+    plain, rows = rows_of(text, torch.arange(2), 3), rows_of(chosen, torch.arange(2), 3)
+    assert torch.equal(rows.path, plain.path) and torch.equal(rows.positions, plain.positions)
+    known = plain.labels != IGNORED
+    assert torch.equal(rows.labels[known], plain.labels[known] + 100)
+    assert bool((rows.labels[~known] == IGNORED).all())
+    assert torch.equal(chosen.select([1]).choices, chosen.choices[8:])  # type: ignore[index,arg-type]
+    assert chosen.digest != text.digest
 
 
 def test_rows_are_those_of_calibration() -> None:

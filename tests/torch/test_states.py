@@ -17,7 +17,7 @@ from topo_search.errors import InputError
 from topo_search.target import Target
 from topo_search.target.load import make_target
 from topo_search.training import states as states_module
-from topo_search.training.states import cached_states, greedy_agreement, parameter_count, states_bytes
+from topo_search.training.states import cached_states, greedy_agreement, parameter_count, states_bytes, with_prompts
 from topo_search.training.text import text_of
 
 TEXT = own_text()
@@ -161,6 +161,30 @@ def test_agreement_is_the_share_of_the_targets_own_choices(tmp_path: Path) -> No
     assert greedy_agreement(learner(), foreign, states) == pytest.approx(expected / total)
     assert expected / total < 0.5
     assert 0 <= greedy_agreement(learner(), foreign, states, at_most=10) < 0.7
+
+
+def test_prompts_are_learned_from_where_they_begin_to_differ(tmp_path: Path) -> None:
+    """There the target's own choice is learned, in answers the token that follows."""
+    template = [torch.tensor([7, 5, *tokens.tolist()]) for tokens in texts_of(TEXT)]
+    text = text_of(template, (TEXT.prompt_lengths + 2).tolist())
+    learned = with_prompts(learner(), text, cached_states(learner(), text, tmp_path))
+    assert learned.prompt_lengths.tolist() == [2] * len(template)
+    assert learned.choices is not None
+    differing = 0
+    for number, tokens in enumerate(template):
+        start, prompt = int(text.starts[number]), int(text.prompt_lengths[number])
+        chosen = learner().choose(plain_states(tokens))
+        asked = learned.choices[start : start + len(tokens)]
+        assert asked[2 : prompt - 1].tolist() == chosen[2 : prompt - 1].tolist()
+        assert asked[prompt - 1 : -1].tolist() == tokens[prompt:].tolist()
+        differing += int((asked[2 : prompt - 1] != tokens[3:prompt]).sum())
+    assert differing > 0
+    assert torch.equal(learned.tokens, text.tokens) and torch.equal(learned.starts, text.starts)
+
+
+def test_texts_that_share_nothing_are_learned_from_their_second_token_on(tmp_path: Path) -> None:
+    learned = with_prompts(learner(), TEXT, cached_states(learner(), TEXT, tmp_path))
+    assert learned.prompt_lengths.tolist() == [1] * len(TEXT.prompt_lengths)
 
 
 def _texts() -> list[tuple[torch.Tensor, int]]:

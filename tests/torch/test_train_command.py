@@ -172,6 +172,21 @@ def test_without_a_store_the_target_writes_one_and_ordinary_text_comes_first(run
     assert len(read_text_store(tmp_path / "work/text").prompt_lengths) == 12
 
 
+def test_prompts_are_learned_from_too(run: Run, text: Path, tmp_path: Path) -> None:
+    """Answers are 12 tokens at most; what is more comes from prompts. Held-out figures stay those of answers."""
+    records = []
+    for name, more in (("plain", ()), ("prompts", ("--learn-prompts",))):
+        out = tmp_path / name
+        code, err = run("train", "hydra", "--target", "target", "--text", text, "--out", out, *SHORT, *more)
+        assert code == 0, err
+        assert ("tokens of prompts too" in err) == bool(more)
+        records.append(json.loads((out / "config.json").read_text()))
+    plain, prompts = records
+    assert (plain["recipe"]["learn_prompts"], prompts["recipe"]["learn_prompts"]) == (False, True)
+    assert plain["held_out"]["rows"] == prompts["held_out"]["rows"]
+    assert plain["held_out"]["loss"] != prompts["held_out"]["loss"]
+
+
 def test_text_of_another_target_is_refused(run: Run, text: Path, tmp_path: Path) -> None:
     """FIELD-CASES 87."""
     refused = run("train", "medusa", "--target", "other", "--text", "text", "--out", tmp_path, *SHORT)

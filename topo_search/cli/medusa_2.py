@@ -93,7 +93,7 @@ def medusa_2(
         raise InputError("Medusa-2 trains in one process; start it without accelerate launch.")
     require_peft()
     given = locals()
-    shared = {"shortlist": 0, "ordinary_text": None, "distill": 0.0, "quantize": None}
+    shared = {"shortlist": 0, "ordinary_text": None, "distill": 0.0, "learn_prompts": False, "quantize": None}
     job = job_of(given | shared | {"epochs": warmup_epochs})
     names = (
         *("epochs", "batch_texts", "learning_rate", "backbone_learning_rate", "heads_weight", "head_decay"),

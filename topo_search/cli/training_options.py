@@ -31,6 +31,10 @@ SampledTokens = Annotated[int, typer.Option(min=0, help="Negatives per step; 0: 
 Distill = Annotated[
     float, typer.Option(min=0.0, max=1.0, help="Share of the target's distribution in the loss; 0: its token alone.")
 ]
+LearnPrompts = Annotated[
+    bool,
+    typer.Option("--learn-prompts", help="Learn from the prompts too: what the target would say after each token."),
+]
 HeldOutShare = Annotated[float, typer.Option(min=0.0, max=0.5, help="Share of texts held out to report on.")]
 Work = Annotated[Path | None, typer.Option(help="Folder for text, states and checkpoint; OUT/work by default.")]
 Arch = Annotated[

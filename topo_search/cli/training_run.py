@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,7 +60,16 @@ def job_of(given: dict[str, Any]) -> Job:
         raise InputError(f"--learning-rate is {given['learning_rate']}; it must be above 0.")
     if given["out"].is_file():
         raise InputError(f"--out {given['out']} is a file; give a folder.")
-    of_recipe = ("epochs", "batch_texts", "learning_rate", "head_decay", "sampled_tokens", "distill", "seed")
+    of_recipe = (
+        "epochs",
+        "batch_texts",
+        "learning_rate",
+        "head_decay",
+        "sampled_tokens",
+        "distill",
+        "learn_prompts",
+        "seed",
+    )
     same = ("target", "out", "text", "prompts", "num_prompts", "max_new_tokens", "num_heads", "shortlist", "held_out")
     rest = ("dtype", "device", "attention", "tokenizer", "quantize")
     return Job(
@@ -107,6 +116,8 @@ def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], a
         held_states = states_of(model, job, held_text, "held-out text")
     token_map = _shortlist(train_text, job.shortlist)
     agreement = agreement_of(model, corpora[-1])
+    if job.recipe.learn_prompts:
+        corpora[-1] = _with_prompts(model, corpora[-1])
     torch.manual_seed(job.recipe.seed)
     sample = corpora[-1].states.rows(torch.arange(min(len(corpora[-1].states), 4096)))
     blocks = untrained(model, float(sample.pow(2).mean().sqrt())).float().to(model.device)
@@ -243,6 +254,16 @@ def _corpora(model: Target, job: Job, text: TrainingText) -> list[Corpus]:
         corpora.append(Corpus(text=ordinary, states=states, epochs=job.recipe.ordinary_epochs))
     states = states_of(model, job, text, "the target's own text")
     return [*corpora, Corpus(text=text, states=states, epochs=job.recipe.epochs)]
+
+
+def _with_prompts(model: Target, corpus: Corpus) -> Corpus:
+    from topo_search.report.console import note
+    from topo_search.training.states import with_prompts
+
+    learned = with_prompts(model, corpus.text, corpus.states)
+    more = learned.answer_tokens - corpus.text.answer_tokens
+    note(f"Learning from {more} tokens of prompts too.")
+    return replace(corpus, text=learned)
 
 
 def states_of(model: Target, job: Job, text: TrainingText, what: str) -> HiddenStates:

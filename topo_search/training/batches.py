@@ -71,7 +71,8 @@ def rows_of(text: TrainingText, texts: Int[Tensor, " chosen"], heads: int) -> Te
         last.append(torch.full_like(found, end - 1))
     at, ends = torch.cat(positions), torch.cat(last)[:, None]
     ahead = at[:, None] + torch.arange(1, heads + 1)
-    labels = torch.where(ahead + 1 <= ends, text.tokens[(ahead + 1).minimum(ends)], IGNORED)
+    chosen = text.tokens[(ahead + 1).minimum(ends)] if text.choices is None else text.choices[ahead.minimum(ends)]
+    labels = torch.where(ahead + 1 <= ends, chosen, IGNORED)
     return TextRows(
         positions=at,
         text_of_row=torch.cat(owners),

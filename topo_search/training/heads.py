@@ -55,6 +55,7 @@ class Recipe:
         head_decay: loss weight of head k is head_decay ** (k - 1).
         sampled_tokens: negatives per step; 0 scores every token that heads draft.
         distill: share of the target's distribution in the loss; the rest is the true token.
+        learn_prompts: whether heads learn from the prompts too, what the target would have said after each token.
         seed: order of texts, negatives, dropout.
     """
 
@@ -66,6 +67,7 @@ class Recipe:
     head_decay: float = 0.9
     sampled_tokens: int = 2048
     distill: float = 0.0
+    learn_prompts: bool = False
     seed: int = 0
 
 

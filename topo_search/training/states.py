@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,30 @@ def greedy_agreement(target: Target, text: TrainingText, states: HiddenStates, *
             choice = target.choose(states.rows(positions - 1).to(device=target.device, dtype=target.dtype))
             agreeing += int((choice.cpu() == text.tokens[positions]).sum())
     return agreeing / max(len(chosen), 1)
+
+
+def with_prompts(target: Target, text: TrainingText, states: HiddenStates) -> TrainingText:
+    """The same text, to be learned from its first token that differs between texts on.
+
+    Prompts are not the target's own greedy words. What is learned there is what it would have said after each of them.
+    """
+    shared = _shared_beginning(text)
+    inside = torch.arange(len(text.tokens)) - torch.repeat_interleave(text.starts[:-1], text.lengths)
+    of_prompt = inside < torch.repeat_interleave(text.prompt_lengths, text.lengths) - 1
+    choices = text.tokens.roll(-1)
+    with torch.inference_mode():
+        for positions in torch.nonzero(of_prompt & (inside >= shared)).flatten().split(_CHOSEN_AT_ONCE):
+            chosen = target.choose(states.rows(positions).to(device=target.device, dtype=target.dtype))
+            choices[positions] = chosen.cpu()
+    return replace(text, prompt_lengths=text.prompt_lengths.clamp(max=shared), choices=choices)
+
+
+def _shared_beginning(text: TrainingText) -> int:
+    """Tokens that all texts begin with, e.g. those of a chat template; at least 1."""
+    length = int(text.prompt_lengths.min())
+    beginnings = text.tokens[text.starts[:-1, None] + torch.arange(length)]
+    same = (beginnings == beginnings[:1]).all(dim=0)
+    return max(1, int(same.long().cumprod(dim=0).sum()))
 
 
 def parameter_count(model: nn.Module) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +41,15 @@ class TrainingText:
     Attributes:
         tokens: `[positions]`, every prompt and its answer in turn.
         starts: `[texts + 1]`, where each text begins; the last entry is the number of positions.
-        prompt_lengths: `[texts]`, leading tokens of each text that are no answer; at least 1.
+        prompt_lengths: `[texts]`, leading tokens of each text that nothing is learned about; at least 1.
+        choices: `[positions]`, the token to learn after each position, which need not be the one that follows; None:
+            the one that follows.
     """
 
     tokens: Int[Tensor, " positions"]
     starts: Int[Tensor, " texts_plus_one"]
     prompt_lengths: Int[Tensor, " texts"]
+    choices: Int[Tensor, " positions"] | None = None
 
     @property
     def lengths(self) -> Int[Tensor, " texts"]:
@@ -62,17 +65,19 @@ class TrainingText:
     def digest(self) -> str:
         """Hash of every token and border."""
         content = hashlib.sha256()
-        for part in (self.tokens, self.starts, self.prompt_lengths):
+        parts = (self.tokens, self.starts, self.prompt_lengths, self.choices)
+        for part in (part for part in parts if part is not None):
             content.update(part.to(torch.int64).numpy().tobytes())
         return content.hexdigest()[:16]
 
     def select(self, texts: Sequence[int] | Int[Tensor, " chosen"]) -> TrainingText:
         """The given texts only, in the given order."""
         chosen = torch.as_tensor(texts, dtype=torch.long)
-        return text_of(
-            [self.tokens[int(self.starts[i]) : int(self.starts[i + 1])] for i in chosen.tolist()],
-            self.prompt_lengths[chosen].tolist(),
-        )
+        places = [slice(int(self.starts[i]), int(self.starts[i + 1])) for i in chosen.tolist()]
+        found = text_of([self.tokens[place] for place in places], self.prompt_lengths[chosen].tolist())
+        if self.choices is None:
+            return found
+        return replace(found, choices=torch.cat([self.choices[place] for place in places]))
 
 
 def text_of(texts: Sequence[Int[Tensor, " _"]], prompt_lengths: Sequence[int]) -> TrainingText:
