@@ -167,7 +167,7 @@ def test_prompts_are_learned_from_where_they_begin_to_differ(tmp_path: Path) -> 
     """There the target's own choice is learned, in answers the token that follows."""
     template = [torch.tensor([7, 5, *tokens.tolist()]) for tokens in texts_of(TEXT)]
     text = text_of(template, (TEXT.prompt_lengths + 2).tolist())
-    learned = with_prompts(learner(), text, cached_states(learner(), text, tmp_path))
+    learned = with_prompts(learner(), text, cached_states(learner(), text, tmp_path), tmp_path)
     assert learned.prompt_lengths.tolist() == [2] * len(template)
     assert learned.choices is not None
     differing = 0
@@ -183,8 +183,45 @@ def test_prompts_are_learned_from_where_they_begin_to_differ(tmp_path: Path) -> 
 
 
 def test_texts_that_share_nothing_are_learned_from_their_second_token_on(tmp_path: Path) -> None:
-    learned = with_prompts(learner(), TEXT, cached_states(learner(), TEXT, tmp_path))
+    learned = with_prompts(learner(), TEXT, cached_states(learner(), TEXT, tmp_path), tmp_path)
     assert learned.prompt_lengths.tolist() == [1] * len(TEXT.prompt_lengths)
+    alone = with_prompts(learner(), TEXT.select([2]), cached_states(learner(), TEXT.select([2]), tmp_path), tmp_path)
+    assert alone.prompt_lengths.tolist() == [1]
+
+
+def test_what_the_target_was_asked_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed run continues; a finished one asks nothing again; text without prompts has nothing to ask."""
+    states = cached_states(learner(), TEXT, tmp_path)
+    whole = with_prompts(learner(), TEXT, states, tmp_path / "undisturbed")
+    monkeypatch.setattr(states_module, "_CHOSEN_AT_ONCE", 3)
+    asked: list[int] = []
+
+    def die(done: int, _: int) -> None:
+        asked.append(done)
+        if done >= 6:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        with_prompts(learner(), TEXT, states, tmp_path, progress=die)
+    first = asked.pop()
+    continued = with_prompts(learner(), TEXT, states, tmp_path, progress=lambda done, _: asked.append(done))
+    assert min(asked[1:]) > first
+    assert torch.equal(continued.choices, whole.choices)  # type: ignore[arg-type]
+    monkeypatch.setattr(Target, "choose", must_not_run)
+    assert torch.equal(with_prompts(learner(), TEXT, states, tmp_path).choices, whole.choices)  # type: ignore[arg-type]
+    bare = replace(TEXT, prompt_lengths=torch.ones_like(TEXT.prompt_lengths))
+    assert with_prompts(learner(), bare, states, tmp_path).prompt_lengths.tolist() == [1] * len(TEXT.prompt_lengths)
+
+
+def test_a_disk_too_full_for_what_the_target_was_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = cached_states(learner(), TEXT, tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(states_module, "_reserve", full)
+    with pytest.raises(InputError, match=r"choices\.i32 failed.*No space left.*--work"):
+        with_prompts(learner(), TEXT, states, tmp_path)
 
 
 def _texts() -> list[tuple[torch.Tensor, int]]:

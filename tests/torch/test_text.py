@@ -243,7 +243,7 @@ def test_ordinary_text_is_cut_into_pieces(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("w1 w2")
     text = ordinary_text(talker(), [tmp_path / "a.txt", tmp_path / "b.txt"], length=5)
     assert text.lengths.tolist() == [5, 5, 2]  # one word is left over, and nothing follows it
-    assert text.prompt_lengths.tolist() == [1, 1, 1]
+    assert text.prompt_lengths.tolist() == [5, 5, 2]  # nothing of it is the target's own
     assert text.tokens.tolist() == [5 + n % 50 for n in range(10)] + [6, 7]
 
 

@@ -115,9 +115,7 @@ def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], a
         corpora = _corpora(model, job, train_text)
         held_states = states_of(model, job, held_text, "held-out text")
     token_map = _shortlist(train_text, job.shortlist)
-    agreement = agreement_of(model, corpora[-1])
-    if job.recipe.learn_prompts:
-        corpora[-1] = _with_prompts(model, corpora[-1])
+    agreement = agreement_of(model, replace(corpora[-1], text=train_text))
     torch.manual_seed(job.recipe.seed)
     sample = corpora[-1].states.rows(torch.arange(min(len(corpora[-1].states), 4096)))
     blocks = untrained(model, float(sample.pow(2).mean().sqrt())).float().to(model.device)
@@ -251,19 +249,19 @@ def _corpora(model: Target, job: Job, text: TrainingText) -> list[Corpus]:
     if job.ordinary:
         ordinary = ordinary_text(model, job.ordinary)
         states = states_of(model, job, ordinary, "ordinary text")
-        corpora.append(Corpus(text=ordinary, states=states, epochs=job.recipe.ordinary_epochs))
+        learned = _with_prompts(model, job, ordinary, states)
+        corpora.append(Corpus(text=learned, states=states, epochs=job.recipe.ordinary_epochs))
     states = states_of(model, job, text, "the target's own text")
-    return [*corpora, Corpus(text=text, states=states, epochs=job.recipe.epochs)]
+    learned = _with_prompts(model, job, text, states) if job.recipe.learn_prompts else text
+    return [*corpora, Corpus(text=learned, states=states, epochs=job.recipe.epochs)]
 
 
-def _with_prompts(model: Target, corpus: Corpus) -> Corpus:
-    from topo_search.report.console import note
+def _with_prompts(model: Target, job: Job, text: TrainingText, states: HiddenStates) -> TrainingText:
+    from topo_search.report.console import progress
     from topo_search.training.states import with_prompts
 
-    learned = with_prompts(model, corpus.text, corpus.states)
-    more = learned.answer_tokens - corpus.text.answer_tokens
-    note(f"Learning from {more} tokens of prompts too.")
-    return replace(corpus, text=learned)
+    with progress("Asking the target") as advance:
+        return with_prompts(model, text, states, job.work, progress=advance)
 
 
 def states_of(model: Target, job: Job, text: TrainingText, what: str) -> HiddenStates:

@@ -59,8 +59,7 @@ def cached_states(
             the disk is full.
     """
     _require_known(target, text)
-    held = (target.identity.dtype, *(target.identity.quantization or "").split())
-    name = "-".join(["states", target.identity.fingerprint, *held, text.digest])
+    name = _cache_name(target, text)
     path, log = folder / f"{name}.f16", folder / f"{name}.json"
     shape = (len(text.tokens), target.hidden_size)
     if not len(text.tokens):
@@ -100,24 +99,49 @@ def greedy_agreement(target: Target, text: TrainingText, states: HiddenStates, *
     return agreeing / max(len(chosen), 1)
 
 
-def with_prompts(target: Target, text: TrainingText, states: HiddenStates) -> TrainingText:
+def with_prompts(
+    target: Target, text: TrainingText, states: HiddenStates, folder: Path, *, progress: Progress | None = None
+) -> TrainingText:
     """The same text, to be learned from its first token that differs between texts on.
 
-    Prompts are not the target's own greedy words. What is learned there is what it would have said after each of them.
+    Prompts are not the target's own greedy words. What is learned there is what it would have said after each of their
+    tokens; it is looked up once and kept in `folder` beside the states. `progress` counts tokens.
+
+    Raises:
+        InputError: the disk is full.
     """
     shared = _shared_beginning(text)
     inside = torch.arange(len(text.tokens)) - torch.repeat_interleave(text.starts[:-1], text.lengths)
     of_prompt = inside < torch.repeat_interleave(text.prompt_lengths, text.lengths) - 1
+    asked = torch.nonzero(of_prompt & (inside >= shared)).flatten()
     choices = text.tokens.roll(-1)
-    with torch.inference_mode():
-        for positions in torch.nonzero(of_prompt & (inside >= shared)).flatten().split(_CHOSEN_AT_ONCE):
-            chosen = target.choose(states.rows(positions).to(device=target.device, dtype=target.dtype))
-            choices[positions] = chosen.cpu()
-    return replace(text, prompt_lengths=text.prompt_lengths.clamp(max=shared), choices=choices)
+    learned = replace(text, prompt_lengths=text.prompt_lengths.clamp(max=shared), choices=choices)
+    if not len(asked):
+        return learned
+    path = folder / f"{_cache_name(target, text)}.choices.i32"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (path.exists() and path.stat().st_size == 4 * len(asked)):
+            _reserve(path, 4 * len(asked))
+        held = np.memmap(path, dtype=np.int32, mode="r+", shape=len(asked))
+        for places in np.split(np.arange(len(asked)), range(_CHOSEN_AT_ONCE, len(asked), _CHOSEN_AT_ONCE)):
+            if not held[places].all():  # kept from 1 on, so that 0 is a gap
+                found = states.rows(asked[places]).to(device=target.device, dtype=target.dtype)
+                with torch.inference_mode():
+                    held[places] = target.choose(found).cpu().numpy() + 1
+                if progress:
+                    progress(int(places[-1]) + 1, len(asked))
+        held.flush()
+    except OSError as error:
+        raise InputError(f"Writing {path} failed: {error}. Free space or give another --work.") from None
+    choices[asked] = torch.from_numpy(held.astype(np.int64)) - 1
+    return learned
 
 
 def _shared_beginning(text: TrainingText) -> int:
     """Tokens that all texts begin with, e.g. those of a chat template; at least 1."""
+    if len(text.prompt_lengths) < 2:
+        return 1
     length = int(text.prompt_lengths.min())
     beginnings = text.tokens[text.starts[:-1, None] + torch.arange(length)]
     same = (beginnings == beginnings[:1]).all(dim=0)
@@ -130,6 +154,11 @@ def parameter_count(model: nn.Module) -> int:
         m.in_features * m.out_features for m in model.modules() if isinstance(m, PackedLinear) and m.weight is None
     )
     return sum(parameter.numel() for parameter in model.parameters()) + sum(packed)
+
+
+def _cache_name(target: Target, text: TrainingText) -> str:
+    held = (target.identity.dtype, *(target.identity.quantization or "").split())
+    return "-".join(["states", target.identity.fingerprint, *held, text.digest])
 
 
 def _batches_done(path: Path, log: Path, size: int) -> int:

@@ -115,7 +115,7 @@ def user_turns(turns: Sequence[str]) -> list[Prompt]:
 def ordinary_text(target: Target, files: Sequence[Path], *, length: int = 256) -> TrainingText:
     """Files cut into texts of `length` tokens, fewer where the target's context is shorter.
 
-    It is text the target did not write, to learn from before its own.
+    It is text the target did not write, to learn from before its own: all of it is prompt.
 
     Raises:
         InputError: a file cannot be read as UTF-8, or all of them together hold less than two tokens.
@@ -131,7 +131,7 @@ def ordinary_text(target: Target, files: Sequence[Path], *, length: int = 256) -
         pieces += [piece for piece in ids.split(length) if len(piece) > 1]
     if not pieces:
         raise InputError("The ordinary text holds less than two tokens; give more of it or leave it out.")
-    return text_of(pieces, [1] * len(pieces))
+    return text_of(pieces, [len(piece) for piece in pieces])
 
 
 def invent_prompts(
