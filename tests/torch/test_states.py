@@ -207,6 +207,9 @@ def test_what_the_target_was_asked_is_kept(tmp_path: Path, monkeypatch: pytest.M
     continued = with_prompts(learner(), TEXT, states, tmp_path, progress=lambda done, _: asked.append(done))
     assert min(asked[1:]) > first
     assert torch.equal(continued.choices, whole.choices)  # type: ignore[arg-type]
+    (file,) = tmp_path.glob("*.choices.i32")
+    file.write_bytes(b"\xff" * file.stat().st_size)
+    assert torch.equal(with_prompts(learner(), TEXT, states, tmp_path).choices, whole.choices)  # type: ignore[arg-type]
     monkeypatch.setattr(Target, "choose", must_not_run)
     assert torch.equal(with_prompts(learner(), TEXT, states, tmp_path).choices, whole.choices)  # type: ignore[arg-type]
     bare = replace(TEXT, prompt_lengths=torch.ones_like(TEXT.prompt_lengths))

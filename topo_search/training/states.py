@@ -116,26 +116,34 @@ def with_prompts(
     asked = torch.nonzero(of_prompt & (inside >= shared)).flatten()
     choices = text.tokens.roll(-1)
     learned = replace(text, prompt_lengths=text.prompt_lengths.clamp(max=shared), choices=choices)
-    if not len(asked):
-        return learned
-    path = folder / f"{_cache_name(target, text)}.choices.i32"
+    if len(asked):
+        path = folder / f"{_cache_name(target, text)}.choices.i32"
+        choices[asked] = _cached_choices(target, states, asked, path, progress)
+    return learned
+
+
+def _cached_choices(
+    target: Target, states: HiddenStates, positions: Int[Tensor, " rows"], path: Path, progress: Progress | None
+) -> Int[Tensor, " rows"]:
+    """The target's choice after each position; `path` holds ids plus 1, 0 is a gap."""
+    size = 4 * len(positions)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not (path.exists() and path.stat().st_size == 4 * len(asked)):
-            _reserve(path, 4 * len(asked))
-        held = np.memmap(path, dtype=np.int32, mode="r+", shape=len(asked))
-        for places in np.split(np.arange(len(asked)), range(_CHOSEN_AT_ONCE, len(asked), _CHOSEN_AT_ONCE)):
-            if not held[places].all():  # kept from 1 on, so that 0 is a gap
-                found = states.rows(asked[places]).to(device=target.device, dtype=target.dtype)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not (path.exists() and path.stat().st_size == size):
+            _reserve(path, size)
+        held = np.memmap(path, dtype=np.int32, mode="r+", shape=len(positions))
+        for start in range(0, len(positions), _CHOSEN_AT_ONCE):
+            places = slice(start, start + _CHOSEN_AT_ONCE)
+            if ((held[places] < 1) | (held[places] > _table(target))).any():
+                found = states.rows(positions[places]).to(device=target.device, dtype=target.dtype)
                 with torch.inference_mode():
                     held[places] = target.choose(found).cpu().numpy() + 1
                 if progress:
-                    progress(int(places[-1]) + 1, len(asked))
+                    progress(min(start + _CHOSEN_AT_ONCE, len(positions)), len(positions))
         held.flush()
     except OSError as error:
         raise InputError(f"Writing {path} failed: {error}. Free space or give another --work.") from None
-    choices[asked] = torch.from_numpy(held.astype(np.int64)) - 1
-    return learned
+    return torch.from_numpy(held.astype(np.int64)) - 1
 
 
 def _shared_beginning(text: TrainingText) -> int:
