@@ -87,6 +87,12 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, TARGET.hidden_size, dtype=torch.float64), torch.randint(0, VOCAB, (count, 4))
 
 
+def read_rows(shape: HydraShape, count: int) -> tuple[Tensor, Tensor]:
+    """What such heads read, and a root with three tokens after it, of that many rows."""
+    states, tokens = rows(count)
+    return torch.cat([states, rows(count)[0]], dim=1) if shape.root_in_prefix else states, tokens
+
+
 # Scores
 
 
@@ -99,13 +105,14 @@ def test_untrained_heads_give_the_targets_own_scores(option: str, shared: bool) 
     shape = hydra_shape(TARGET, **SHAPES[option])
     heads = bound_hydra(untrained_hydra(TARGET, shape, share_projection=shared, gain=gain), TARGET)
     read = heads.features(states, tokens[:, 0])
-    if not heads.reads_prefix:
-        assert torch.equal(read, states)
-    else:
+    first, last = read[:, : TARGET.hidden_size], read[:, -TARGET.hidden_size :]
+    if not heads.reads_prefix or shape.root_in_prefix:
+        assert torch.equal(first, states)
+    if heads.reads_prefix:
         normed = gain * functional.rms_norm(states, (TARGET.hidden_size,), eps=1e-6)
-        assert torch.allclose(read, normed, rtol=0, atol=1e-6)
+        assert torch.allclose(last, normed, rtol=0, atol=1e-6)
     scores = heads.path_scores(read, tokens)
-    own = TARGET.scores(read)[:, None].expand(-1, 4, -1)
+    own = torch.stack([TARGET.scores(first), *[TARGET.scores(last)] * 3], dim=1)
     assert torch.allclose(scores, own, rtol=0, atol=1e-12)
     assert torch.equal(top_tokens(scores, 10), top_tokens(own, 10))
 
@@ -147,13 +154,17 @@ def llama_layer(layer: DecoderLayer, shape: LayerShape, inputs: Tensor) -> Tenso
 
 
 def reference_head(blocks: HydraBlocks, head: int, read: Tensor, embedded: Tensor) -> Tensor:
-    """What head number `head` hands on for one row, from h_t and the embeddings of root and path (section 3)."""
+    """What head number `head` hands on for one row, from h_t and the embeddings of root and path (section 3).
+
+    `read` is h_t, or what stands in its place, or both, of which head 1 alone reads h_t.
+    """
     shape, block = blocks.shape, blocks.heads[head]
     weights = dict(block.state_dict())
     path = embedded[: head + 1] * shape.embedding_gain
     if shape.sees == "fusion":
         assert shape.layer is not None
-        path = llama_layer(blocks.fusion, shape.layer, torch.cat([read[None], path]))[-1:]
+        path = llama_layer(blocks.fusion, shape.layer, torch.cat([read[None, -shape.hidden :], path]))[-1:]
+    read = read[: shape.hidden] if head == 0 else read[-shape.hidden :]
     if shape.sees == "last":
         path = path[-1:]
     if head == 0 and not shape.root_in_first:
@@ -183,7 +194,9 @@ def test_scores_are_those_of_the_formula(option: str) -> None:
         if blocks.prefix_root is not None:
             roots = TARGET.embed(tokens[:, 0])
             inputs = states + (roots / roots.square().mean(dim=1, keepdim=True).sqrt()) @ blocks.prefix_root.weight.T
-        assert torch.allclose(read, llama_layer(blocks.prefix, blocks.shape.layer, inputs), rtol=0, atol=1e-9)
+        output = llama_layer(blocks.prefix, blocks.shape.layer, inputs)
+        expected = torch.cat([states, output], dim=1) if blocks.shape.root_in_prefix else output
+        assert torch.allclose(read, expected, rtol=0, atol=1e-9)
     scores, embedded = heads.path_scores(read, tokens), TARGET.embed(tokens)
     for row in range(5):
         for head in range(4):
@@ -208,12 +221,12 @@ def test_own_projections_have_a_bias_where_one_is_stored() -> None:
 def test_training_and_drafting_hand_on_the_same(option: str) -> None:
     """`true_path` runs all heads over the true path at once, `head` one over the drafted paths of its depth."""
     blocks = drawn(option)
-    states, tokens = rows(6)
+    read, tokens = read_rows(blocks.shape, 6)
     embedded = TARGET.embed(tokens)
     for heads in (1, 3, 4):
-        together = blocks.true_path(states, embedded, heads)
+        together = blocks.true_path(read, embedded, heads)
         for head in range(heads):
-            alone = blocks.head(head, states, embedded[:, : head + 1])
+            alone = blocks.head(head, read, embedded[:, : head + 1])
             assert torch.allclose(together[head], alone, rtol=0, atol=1e-12)
 
 
@@ -224,14 +237,14 @@ def test_training_and_drafting_hand_on_the_same(option: str) -> None:
 def test_proposals_are_the_nodes_ranks_in_the_list_of_their_path(option: str) -> None:
     """Along every drafted path, for each of two rows."""
     heads, plan = fitted(option), plan_of(BUSHY)
-    states, tokens = rows(2)
-    proposed = heads.propose(states, tokens[:, 0], plan)
+    read, tokens = read_rows(heads.blocks.shape, 2)
+    proposed = heads.propose(read, tokens[:, 0], plan)
     for row in range(2):
         drafted = {(): int(tokens[row, 0])} | dict(zip(BUSHY.paths, proposed[row].tolist(), strict=True))
         for path in BUSHY.paths:
             seen = [drafted[path[:depth]] for depth in range(len(path))]
             ids = torch.tensor([seen + [0] * (4 - len(seen))])
-            scores = heads.path_scores(states[row : row + 1], ids)[0, len(path) - 1]
+            scores = heads.path_scores(read[row : row + 1], ids)[0, len(path) - 1]
             assert drafted[path] == int(ids_of(heads, top_tokens(scores, 5))[path[-1]])
 
 
@@ -257,8 +270,8 @@ def test_every_depth_is_one_batched_call(option: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(HydraBlock, "forward", block)
     monkeypatch.setattr(Projection, "scores", scores)
     monkeypatch.setattr(DecoderLayer, "forward", layer)
-    states, tokens = rows(2)
-    heads.propose(states, tokens[:, 0], plan)
+    read, tokens = read_rows(heads.blocks.shape, 2)
+    heads.propose(read, tokens[:, 0], plan)
     expanded = [1, 3, 3, 1]
     assert [len(level.paths) for level in plan.levels] == expanded
     assert blocks == [(2, nodes) for nodes in expanded]

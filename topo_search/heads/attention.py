@@ -138,7 +138,8 @@ def _causal_mask(inputs: Float[Tensor, "batch width hidden"], start: int) -> Flo
 class PrefixContext:
     """Prefix attention, step by step: its cache holds every committed position.
 
-    `inputs` makes what the layer reads from states and the tokens after them.
+    `inputs` makes what the layer reads from states and the tokens after them; `beside_state` hands the layer's output
+    on behind the state, not in its place.
     """
 
     def __init__(
@@ -147,20 +148,23 @@ class PrefixContext:
         inputs: Callable[[Tensor, Tensor], Tensor],
         capacity: int,
         *,
+        beside_state: bool,
         batch: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._layer, self._inputs = layer, inputs
+        self._layer, self._inputs, self._beside_state = layer, inputs, beside_state
         self._cache = layer.new_cache(capacity, batch=batch, dtype=dtype, device=device)
 
     def extend(
         self, states: Float[Tensor, "batch count hidden"], following: Int[Tensor, "batch count"]
-    ) -> Float[Tensor, "batch hidden"]:
+    ) -> Float[Tensor, "batch read"]:
         """See `DraftContext`."""
         output: Tensor = self._layer(self._inputs(states, following), cache=self._cache)
         self._cache.commit(states.shape[1])
-        return output[:, -1]
+        if not self._beside_state:
+            return output[:, -1]
+        return torch.cat([states[:, -1].to(output.dtype), output[:, -1]], dim=-1)
 
     def rewind(self, length: int) -> None:
         """See `DraftContext`."""

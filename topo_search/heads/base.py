@@ -33,7 +33,7 @@ class DraftContext(Protocol):
 
     def extend(
         self, states: Float[Tensor, "batch count hidden"], following: Int[Tensor, "batch count"]
-    ) -> Float[Tensor, "batch hidden"]:
+    ) -> Float[Tensor, "batch read"]:
         """Take in the states of newly committed tokens, in order, and return what the heads read at the last.
 
         `following` are the tokens that come after them, the root last.
@@ -80,7 +80,7 @@ class DraftHeads(Protocol):
 
     def features(
         self, states: Float[Tensor, "positions hidden"], following: Int[Tensor, " positions"]
-    ) -> Float[Tensor, "positions hidden"]:
+    ) -> Float[Tensor, "positions read"]:
         """What the heads read at each of the given consecutive committed positions (from the first, if they must).
 
         `following` are the tokens that come after them; they may lie on any device.
@@ -93,7 +93,7 @@ class DraftHeads(Protocol):
 
     def propose(
         self,
-        features: Float[Tensor, "batch hidden"],
+        features: Float[Tensor, "batch read"],
         roots: Int[Tensor, " batch"],
         plan: TreePlan,
         noise: Float[Tensor, "batch depth vocab"] | None = None,
@@ -105,7 +105,7 @@ class DraftHeads(Protocol):
         ...
 
     def path_scores(
-        self, features: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows depth"]
+        self, features: Float[Tensor, "rows read"], tokens: Int[Tensor, "rows depth"]
     ) -> Float[Tensor, "rows depth columns"]:
         """Scores of every depth at every row, each under the true path, in fp32 or better.
 

@@ -7,6 +7,7 @@ layers and prefix attention over the committed tokens. h_t is the state *before*
 
 With `root_in_prefix` the prefix layer reads each state together with the token after it, as EAGLE's layer does (arXiv
 2401.15077, section 3.1): the root then asks the committed text, where the paper's layer runs before the root is known.
+Head 1, which sees the root itself, keeps h_t; the layer's output stands in h_t's place from head 2 on.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class HydraShape:
             over h_t and the path (`fusion`).
         root_in_first: whether head 1 sees the root; without it head 1 sees h_t alone.
         prefix_attention: whether a decoder layer over all committed tokens' states replaces h_t (Hydra++).
-        root_in_prefix: whether that layer reads, beside each state, the embedding of the token after it.
+        root_in_prefix: whether that layer reads, beside each state, the embedding of the token after it; head 1 then
+            keeps h_t.
         embedding_gain: what a head multiplies the path's embeddings by: 1 in the paper; the ratio of sizes where states
             are many times larger, beside which embeddings would be learned from slowly.
         layer: shape of the attention layers; needed where there is one.
@@ -153,12 +155,16 @@ class HydraBlocks(nn.Module):
         states: Float[Tensor, "batch positions hidden"],
         following: Float[Tensor, "batch positions hidden"] | None = None,
         mask: Tensor | None = None,
-    ) -> Float[Tensor, "batch positions hidden"]:
-        """What heads read at each position of whole texts; the states themselves without prefix attention.
+    ) -> Float[Tensor, "batch positions read"]:
+        """What heads read at each position of whole texts.
 
+        The states; the prefix layer's output in their place; or where it reads the root, both side by side.
         `following` are the embeddings of the tokens after each position, for a layer that reads them.
         """
-        return states if self.prefix is None else self.prefix(self.prefix_inputs(states, following), mask=mask)
+        if self.prefix is None:
+            return states
+        output: Tensor = self.prefix(self.prefix_inputs(states, following), mask=mask)
+        return output if self.prefix_root is None else torch.cat([states, output], dim=-1)
 
     def prefix_inputs(
         self,
@@ -173,7 +179,7 @@ class HydraBlocks(nn.Module):
         return states + read
 
     def head(
-        self, head: int, features: Float[Tensor, "*rows hidden"], path: Float[Tensor, "*rows seen hidden"]
+        self, head: int, features: Float[Tensor, "*rows read"], path: Float[Tensor, "*rows seen hidden"]
     ) -> Float[Tensor, "*rows hidden"]:
         """What head number `head`, from 0, hands to its projection.
 
@@ -181,29 +187,37 @@ class HydraBlocks(nn.Module):
         """
         path = path * self.shape.embedding_gain
         if self.fusion is not None:
-            texts = torch.cat([features[..., None, :], path], dim=-2)
+            texts = torch.cat([self._state(1, features)[..., None, :], path], dim=-2)
             flat = texts.reshape(-1, *texts.shape[-2:])
             path = self.fusion(flat)[:, -1:].reshape(*features.shape[:-1], 1, -1)
         seen = self.shape.embeddings_seen(head)
-        read = path[..., path.shape[-2] - seen :, :].flatten(-2)
-        block: HydraBlock = self.heads[head]  # type: ignore[assignment]
-        handed: Tensor = block(features, torch.cat([features, read], dim=-1))
-        return handed
+        return self._handed(head, features, path[..., path.shape[-2] - seen :, :])
 
     def true_path(
-        self, features: Float[Tensor, "rows hidden"], path: Float[Tensor, "rows depth hidden"], heads: int
+        self, features: Float[Tensor, "rows read"], path: Float[Tensor, "rows depth hidden"], heads: int
     ) -> Float[Tensor, "heads rows hidden"]:
         """What the first `heads` heads hand to their projection, each under the true path."""
         path, fused = path * self.shape.embedding_gain, None
         if self.fusion is not None:
-            fused = self.fusion(torch.cat([features[:, None], path[:, :heads]], dim=1))
+            fused = self.fusion(torch.cat([self._state(1, features)[:, None], path[:, :heads]], dim=1))
         outputs = []
         for head in range(heads):
             seen = self.shape.embeddings_seen(head)
             read = path[:, head + 1 - seen : head + 1] if fused is None else fused[:, head + 2 - seen : head + 2]
-            block: HydraBlock = self.heads[head]  # type: ignore[assignment]
-            outputs.append(block(features, torch.cat([features, read.flatten(1)], dim=-1)))
+            outputs.append(self._handed(head, features, read))
         return torch.stack(outputs)
+
+    def _handed(
+        self, head: int, features: Float[Tensor, "*rows read"], seen: Float[Tensor, "*rows seen hidden"]
+    ) -> Float[Tensor, "*rows hidden"]:
+        block: HydraBlock = self.heads[head]  # type: ignore[assignment]
+        state = self._state(head, features)
+        handed: Tensor = block(state, torch.cat([state, seen.flatten(-2)], dim=-1))
+        return handed
+
+    def _state(self, head: int, features: Float[Tensor, "*rows read"]) -> Float[Tensor, "*rows hidden"]:
+        """h_t, or the prefix layer's output where it stands in its place; features end in the latter."""
+        return features[..., : self.shape.hidden] if head == 0 else features[..., -self.shape.hidden :]
 
 
 class HydraHeads:
@@ -251,7 +265,7 @@ class HydraHeads:
 
     def features(
         self, states: Float[Tensor, "positions hidden"], following: Int[Tensor, " positions"]
-    ) -> Float[Tensor, "positions hidden"]:
+    ) -> Float[Tensor, "positions read"]:
         """See `DraftHeads`."""
         read = states.to(device=self.target.device, dtype=self.dtype)[None]
         if self.blocks.prefix_root is not None:
@@ -262,12 +276,19 @@ class HydraHeads:
         """See `DraftHeads`."""
         if self.blocks.prefix is None:
             return LastState()
-        layer, device = self.blocks.prefix, self.target.device
-        return PrefixContext(layer, self._prefix_inputs, capacity, batch=batch, dtype=self.dtype, device=device)
+        return PrefixContext(
+            self.blocks.prefix,
+            self._prefix_inputs,
+            capacity,
+            beside_state=self.blocks.prefix_root is not None,
+            batch=batch,
+            dtype=self.dtype,
+            device=self.target.device,
+        )
 
     def propose(
         self,
-        features: Float[Tensor, "batch hidden"],
+        features: Float[Tensor, "batch read"],
         roots: Int[Tensor, " batch"],
         plan: TreePlan,
         noise: Float[Tensor, "batch depth vocab"] | None = None,
@@ -287,7 +308,7 @@ class HydraHeads:
         return tokens[:, 1:]
 
     def path_scores(
-        self, features: Float[Tensor, "rows hidden"], tokens: Int[Tensor, "rows depth"]
+        self, features: Float[Tensor, "rows read"], tokens: Int[Tensor, "rows depth"]
     ) -> Float[Tensor, "rows depth columns"]:
         """See `DraftHeads`."""
         device = self.target.device
