@@ -240,16 +240,23 @@ def test_the_packaged_openings_take_workloads_in_turn() -> None:
 
 def test_ordinary_text_is_cut_into_pieces(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(" ".join(f"w{n % 50}" for n in range(11)))
-    (tmp_path / "b.txt").write_text("w1 w2")
+    (tmp_path / "b.txt").write_text("w1 w2 w3")
     text = ordinary_text(talker(), [tmp_path / "a.txt", tmp_path / "b.txt"], length=5)
-    assert text.lengths.tolist() == [5, 5, 2]  # one word is left over, and nothing follows it
-    assert text.prompt_lengths.tolist() == [5, 5, 2]  # nothing of it is the target's own
-    assert text.tokens.tolist() == [5 + n % 50 for n in range(10)] + [6, 7]
+    assert text.lengths.tolist() == [5, 5, 3]  # one word is left over, and nothing follows it
+    assert text.prompt_lengths.tolist() == [5, 5, 3]  # nothing of it is the target's own
+    assert text.tokens.tolist() == [5 + n % 50 for n in range(10)] + [6, 7, 8]
 
 
 def test_ordinary_text_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"\xe4")
-    (tmp_path / "short").write_text("w1")
-    for name, words in (("latin", "cannot be read as UTF-8"), ("none", "cannot be read"), ("short", "two tokens")):
+    (tmp_path / "short").write_text("w1 w2")
+    (tmp_path / "empty").write_text("\n")
+    refused = (
+        ("latin", "latin is not UTF-8"),
+        ("none", "none cannot be read: No such file"),
+        ("empty", "empty is empty"),
+        ("short", r"short\) needs three tokens"),
+    )
+    for name, words in refused:
         with pytest.raises(InputError, match=words):
             ordinary_text(talker(), [tmp_path / name])

@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,15 @@ def test_without_a_store_the_target_writes_one_and_ordinary_text_comes_first(run
     assert "No text was held out" in err
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["held_out"] is None
-    assert config["training_text"]["ordinary_files"] == 1
+    assert config["training_text"]["ordinary"] == [sha256((tmp_path / "book.txt").read_bytes()).hexdigest()[:16]]
     assert len(read_text_store(tmp_path / "work/text").prompt_lengths) == 12
+
+
+def test_ordinary_text_is_read_before_the_target_is_loaded(run: Run, tmp_path: Path) -> None:
+    words = ("--target", "target", "--out", tmp_path / "out", "--ordinary-text", tmp_path / "missing.txt")
+    code, err = run("train", "medusa", *words)
+    assert code == 2 and "missing.txt cannot be read: No such file" in " ".join(err.split())
+    assert "Loading" not in err and not (tmp_path / "out").exists()
 
 
 def test_prompts_are_learned_from_too(run: Run, text: Path, tmp_path: Path) -> None:

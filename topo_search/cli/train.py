@@ -155,7 +155,7 @@ def hydra_plus_plus(
 
     Interrupted and started again it continues.
 
-    Example: topo-search train hydra++ --target demo --text text --out my-heads
+    Example: topo-search train hydra++ --root-in-prefix --distill 0 --target demo --text text --out my-heads
     """
     job = job_of(locals())
     shape = {"num_layers": num_layers, "arch": arch, "sees": sees, "root_in_first": not blind_first}

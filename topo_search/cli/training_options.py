@@ -12,7 +12,7 @@ Text = Annotated[
     Path | None, typer.Option(help="Store written by topo-search distill; without it the target writes one first.")
 ]
 OrdinaryText = Annotated[
-    list[Path] | None, typer.Option(help="A text file to learn from before the target's own text; repeatable.")
+    list[Path] | None, typer.Option(help="A UTF-8 file to learn from before the target's own text, once; repeatable.")
 ]
 NumPrompts = Annotated[int, typer.Option(min=1, help="Without --text and --prompts: prompts that the target invents.")]
 NumHeads = Annotated[int, typer.Option(min=1, help="Draft heads, one per depth.")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stderr
@@ -140,14 +141,15 @@ def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], a
 
 
 def require_readable(job: Job) -> None:
-    """Refuse a text store or a prompts file that cannot be read, before the target is loaded for it.
+    """Refuse a text store, prompts or ordinary text that cannot be read, before the target is loaded for it.
 
     Raises:
         InputError: it is missing, empty or damaged.
     """
     from topo_search.files.prompts import read_prompts
-    from topo_search.training.text import read_text_store
+    from topo_search.training.text import read_ordinary, read_text_store
 
+    read_ordinary(job.ordinary)
     if job.text is not None:
         read_text_store(job.text)
     elif job.prompts is not None:
@@ -317,7 +319,7 @@ def record_of(
             "digest": text.digest,
             "answers": len(text.prompt_lengths),
             "answer_tokens": text.answer_tokens,
-            "ordinary_files": len(job.ordinary),
+            "ordinary": [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in job.ordinary],
             "held_out_share": job.held_out,
         },
         "held_out": None if held is None else asdict(held),

@@ -44,7 +44,8 @@ def read_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, Any] | No
         state: Any = torch.load(path, weights_only=True, map_location="cpu")
         found = state["settings"]
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        # Never torch's words: they advise to unpickle what cannot be trusted.
+        reason = type(error).__name__
         raise InputError(f"{path} is no checkpoint of a training run ({reason}); delete it to start anew.") from None
     if found != settings:
         differing = sorted(key for key in {*found, *settings} if found.get(key) != settings.get(key))

@@ -32,6 +32,7 @@ Progress = Callable[[int, int], None]  # done, total
 
 MANIFEST = "manifest.json"
 _TURN_TOKENS = 40
+_SHORTEST_LESSON = 3  # a state's token, the root after it, and one to guess
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,25 +113,41 @@ def user_turns(turns: Sequence[str]) -> list[Prompt]:
     ]
 
 
+def read_ordinary(files: Sequence[Path]) -> list[str]:
+    """The files' text.
+
+    Raises:
+        InputError: a file cannot be read, is not UTF-8, or is empty.
+    """
+    texts = []
+    for file in files:
+        try:
+            texts.append(file.read_text(encoding="utf-8"))
+        except UnicodeDecodeError as error:
+            raise InputError(f"Text file {file} is not UTF-8 ({error}); convert it, or leave it out.") from None
+        except OSError as error:
+            raise InputError(f"Text file {file} cannot be read: {error.strerror}.") from None
+        if not texts[-1].strip():
+            raise InputError(f"Text file {file} is empty; leave it out.")
+    return texts
+
+
 def ordinary_text(target: Target, files: Sequence[Path], *, length: int = 256) -> TrainingText:
     """Files cut into texts of `length` tokens, fewer where the target's context is shorter.
 
     It is text the target did not write, to learn from before its own: all of it is prompt.
 
     Raises:
-        InputError: a file cannot be read as UTF-8, or all of them together hold less than two tokens.
+        InputError: a file cannot be read as UTF-8, or all of them together hold no three tokens in a row.
     """
     pieces: list[Tensor] = []
     length = min(length, target.position_limit or length)
-    for file in files:
-        try:
-            content = file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"Text file {file} cannot be read as UTF-8: {error}.") from None
+    for content in read_ordinary(files):
         ids = torch.tensor(target.tokenizer(content, add_special_tokens=False).input_ids, dtype=torch.long)
-        pieces += [piece for piece in ids.split(length) if len(piece) > 1]
+        pieces += [piece for piece in ids.split(length) if len(piece) >= _SHORTEST_LESSON]
     if not pieces:
-        raise InputError("The ordinary text holds less than two tokens; give more of it or leave it out.")
+        names = ", ".join(map(str, files))
+        raise InputError(f"Ordinary text ({names}) needs three tokens at least; give more of it or leave it out.")
     return text_of(pieces, [len(piece) for piece in pieces])
 
 
