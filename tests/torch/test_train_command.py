@@ -235,6 +235,8 @@ def test_bad_settings_are_named(run: Run, text: Path, tmp_path: Path, monkeypatc
     _refused(run("train", "medusa", *target, "--out", tmp_path, "--learning-rate", 0), "--learning-rate is 0")
     (tmp_path / "file").write_text("")
     _refused(run("train", "hydra", *target, "--out", tmp_path / "file"), "file is a file; give a folder")
+    work = ("--out", tmp_path / "out", "--work", tmp_path / "file")
+    _refused(run("train", "hydra", *target, *work), "--work", "file is a file; give a folder")
     _refused(run("train", "hydra", "--target", "target", "--text", tmp_path, "--out", tmp_path), "is no text store")
     _refused(run("distill", "--target", "target", "--out", tmp_path, "--top-p", 0), "top_p is 0")
     _refused(

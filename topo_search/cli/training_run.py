@@ -53,7 +53,7 @@ def job_of(given: dict[str, Any]) -> Job:
     """What a command was asked for, from its options by name.
 
     Raises:
-        InputError: the learning rate is not above 0, or the output path is a file.
+        InputError: the learning rate is not above 0, or --out or --work is a file.
     """
     from topo_search.training.heads import Recipe
 
@@ -61,6 +61,8 @@ def job_of(given: dict[str, Any]) -> Job:
         raise InputError(f"--learning-rate is {given['learning_rate']}; it must be above 0.")
     if given["out"].is_file():
         raise InputError(f"--out {given['out']} is a file; give a folder.")
+    if given["work"] is not None and given["work"].is_file():
+        raise InputError(f"--work {given['work']} is a file; give a folder.")
     of_recipe = (
         "epochs",
         "batch_texts",
@@ -290,7 +292,7 @@ def train_with_progress(
 
         def report(at: TrainingReport) -> None:
             losses = " ".join(f"{value:.3f}" for value in at.loss_per_head)
-            advance(at.step, at.steps, f"loss per head {losses}")
+            advance(at.step, at.steps, f"loss per head {losses}" if losses else "continued from the checkpoint")
 
         return train_heads(
             loss,

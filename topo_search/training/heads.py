@@ -82,7 +82,7 @@ class Corpus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingReport:
-    """Where a run stands after some step: mean loss per head over that step's rows."""
+    """Where a run stands after some step: mean loss per head over that step's rows, none where it was just resumed."""
 
     step: int
     steps: int
@@ -136,7 +136,7 @@ def train_heads(
         num_heads: draft heads.
         checkpoint: file that a killed run continues from, written every 100 steps and at the end; the caller removes
             it once the heads are safe.
-        report: called about every 20 steps, in the first process.
+        report: called about every 20 steps and where a run is resumed, in the first process.
         accelerator: where several processes train together, as `accelerate launch` starts them.
 
     Raises:
@@ -144,6 +144,8 @@ def train_heads(
             of other settings. The last checkpoint stays.
     """
     run = _Run.start(loss, corpora, recipe, num_heads, checkpoint, accelerator)
+    if run.step and report and run.is_first:
+        report(TrainingReport(step=run.step, steps=run.steps, loss_per_head=()))
     while run.step < run.steps:
         clock = time.perf_counter()
         losses = run.descend()
