@@ -1,7 +1,8 @@
 """Which positions a training step learns from, which token each head must guess there, and what it may see.
 
-In a text s_0 .. s_{L-1} the state at position g chose s_{g+1}, the root. Head k learns s_{g+1+k}; a path-aware head
-reads the embeddings of s_{g+1} .. s_{g+k}; its teacher is the target's distribution at position g + k.
+In a text s_0 .. s_{L-1} the state at position g chose s_{g+1}, the root. Head k learns s_{g+1+k}, or, where the text is
+not the target's own, what that would have said after s_{g+k}; a path-aware head reads the embeddings of s_{g+1} ..
+s_{g+k}; its teacher is the target's distribution at position g + k.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The hidden states of training text, on disk: one memory-mapped fp16 file per target and text.
 
 The target is frozen, so its states are computed once, whatever heads are trained on them. A killed run continues
-with the texts that are missing.
+with the texts that are missing. Beside them lies what the target would have said in text that is not its own.
 """
 
 from __future__ import annotations
