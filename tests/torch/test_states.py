@@ -17,7 +17,14 @@ from topo_search.errors import InputError
 from topo_search.target import Target
 from topo_search.target.load import make_target
 from topo_search.training import states as states_module
-from topo_search.training.states import cached_states, greedy_agreement, parameter_count, states_bytes, with_prompts
+from topo_search.training.states import (
+    HiddenStates,
+    cached_states,
+    greedy_agreement,
+    parameter_count,
+    states_bytes,
+    with_prompts,
+)
 from topo_search.training.text import text_of
 
 TEXT = own_text()
@@ -144,6 +151,17 @@ def test_states_beyond_fp16_are_refused(tmp_path: Path) -> None:
 
 def test_no_text_has_no_states(tmp_path: Path) -> None:
     assert len(cached_states(learner(), text_of([], []), tmp_path)) == 0
+
+
+def test_states_of_joined_texts_are_read_as_one(tmp_path: Path) -> None:
+    """Each text keeps its own file, so another text beside it costs nothing anew."""
+    texts = [TEXT.select([2, 0]), text_of([], []), TEXT.select([1])]
+    parts = [cached_states(learner(), text, tmp_path) for text in texts]
+    joined, alone = HiddenStates.joined(parts), cached_states(learner(), TEXT.select([2, 0, 1]), tmp_path)
+    assert len(joined) == len(alone)
+    places = torch.randperm(len(alone))[: len(alone) // 2 * 2].view(-1, 2)
+    assert torch.equal(joined.rows(places), alone.rows(places))
+    assert [len(part) for part in joined.parts] == [len(part) for part in parts]
 
 
 def test_agreement_is_the_share_of_the_targets_own_choices(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from topo_search.training.text import (
     TrainingText,
     answer_positions,
     invent_prompts,
+    join_texts,
+    new_prompts_only,
     open_store,
     ordinary_text,
     packaged_openings,
@@ -195,6 +197,25 @@ def test_a_text_keeps_its_borders() -> None:
     assert chosen.starts.tolist() == [0, 4, 7]
     assert chosen.prompt_lengths.tolist() == [1, 2]
     assert chosen.digest != text.digest == text.select([0, 1, 2]).digest
+
+
+def test_joined_texts_keep_their_borders_and_choices() -> None:
+    one = text_of([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [2, 1])
+    other = text_of([torch.tensor([6, 7, 8, 9])], [1])
+    joined = join_texts([one, other])
+    assert joined.digest == text_of([*one.tokens.split([3, 2]), other.tokens], [2, 1, 1]).digest
+    assert join_texts([one]).digest == one.digest
+    asked = join_texts([replace(text, choices=text.tokens + 10) for text in (one, other)])
+    assert asked.choices is not None and asked.choices.tolist() == [11, 12, 13, 14, 15, 16, 17, 18, 19]
+
+
+def test_a_prompt_that_is_answered_elsewhere_is_left_out() -> None:
+    """Else it could be trained on in one store and held out in the other."""
+    known = text_of([torch.tensor([1, 2, 3]), torch.tensor([4, 5])], [2, 1])
+    text = text_of([torch.tensor([4, 9]), torch.tensor([1, 3, 3]), torch.tensor([1, 2, 8, 8])], [1, 2, 2])
+    assert new_prompts_only(text, [known]).tokens.tolist() == [1, 3, 3]
+    assert new_prompts_only(text, []).digest == text.digest
+    assert len(new_prompts_only(text, [text]).tokens) == 0
 
 
 # Prompts

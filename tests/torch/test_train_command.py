@@ -261,6 +261,74 @@ def test_one_process_where_two_were_meant_is_told(
     assert "Warning: accelerate launch --cpu starts one process only; several on CPUs need --multi_gpu" in err
 
 
+# Further
+
+
+@pytest.fixture
+def more(root: Path, run: Run, text: Path) -> Path:
+    """A second store, two of whose prompts are answered in the first."""
+    if not (root / "more").exists():
+        rows = [*ROWS[:2], *({"prompt": f"w{n} w7 w{n + 2}"} for n in range(8))]
+        (root / "others.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+        code, err = run("distill", "--target", "target", "--out", "more", "--prompts", "others.jsonl", *_cap(12))
+        assert code == 0, err
+    return root / "more"
+
+
+@pytest.mark.parametrize("family", ["medusa", "hydra", "hydra++", "rooted"])
+def test_trained_heads_are_trained_further(family: str, run: Run, more: Path, tmp_path: Path) -> None:
+    """Shape, shortlist and what was held out stay; the record tells both trainings; the old heads stay too."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    code, err = run("train", *FAMILIES[family], "--target", "target", "--text", "text", "--out", first, *SHORT)
+    assert code == 0, err
+    before, old = (first / "heads.safetensors").read_bytes(), load_heads(str(first), load_target("target"))
+    texts = ("--text", "text", "--text", "more")
+    words = ("--target", "target", "--heads", first, *texts, "--work", first / "work", "--out", second, *SHORT[2:])
+    code, err = run("train", "further", *words)
+    assert code == 0, err
+    assert "2 prompts of more are answered in a store before it and left out" in " ".join(err.split())
+    assert "Warning" not in err
+    assert (first / "heads.safetensors").read_bytes() == before
+    new = load_heads(str(second), load_target("target"))
+    assert new.blocks.shape == old.blocks.shape
+    assert new.identity.fingerprint != old.identity.fingerprint
+    assert (new.token_map is None and old.token_map is None) or torch.equal(new.token_map, old.token_map)
+    one, two = (json.loads((folder / "config.json").read_text()) for folder in (first, second))
+    assert two["recipe"]["started_from"] == old.identity.fingerprint
+    assert two["earlier"] == {key: one[key] for key in ("recipe", "training_text", "training_seconds", "provenance")}
+    assert two["training_text"]["answers"] == 20
+    caches = sorted(path.name for path in (first / "work").glob("states-*.f16"))
+    assert len(caches) == 4, "each store's states are kept for themselves"
+
+
+def test_training_further_begins_with_the_weights_given(run: Run, text: Path, tmp_path: Path) -> None:
+    """At a learning rate of almost 0 the figures on held-out text come back, within bf16."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    words = ("--target", "target", "--text", "text")
+    code, err = run("train", *FAMILIES["hydra"], *words, "--out", first, *SHORT, "--learning-rate", 1e-2)
+    assert code == 0, err
+    still = ("--learning-rate", 1e-12)
+    code, err = run("train", "further", "--heads", first, *words, "--out", second, *SHORT[2:], *still)
+    assert code == 0, err
+    one, two = (json.loads((folder / "config.json").read_text())["held_out"] for folder in (first, second))
+    assert two["loss"] == pytest.approx(one["loss"], rel=0.02)
+    assert two["rows"] == one["rows"]
+
+
+def test_training_further_refuses_and_warns(run: Run, text: Path, tmp_path: Path) -> None:
+    words = ("--target", "target", "--text", "text", "--out", tmp_path / "out", *SHORT[2:])
+    missing = run("train", "further", "--heads", tmp_path / "nothing", *words)
+    _refused(missing, "nothing")
+    assert "Loading" not in missing[1]
+    code, err = run("train", "medusa", "--target", "target", "--text", "text", "--out", tmp_path / "first", *SHORT)
+    assert code == 0, err
+    other = run("train", "further", "--heads", tmp_path / "first", *words, "--target", "other")
+    _refused(other, "trained for target")
+    code, err = run("train", "further", "--heads", tmp_path / "first", *words, "--seed", 4)
+    assert code == 0, err
+    assert "were trained with --seed 0 --held-out 0.25" in " ".join(err.split())
+
+
 # Medusa-2
 
 

@@ -13,14 +13,16 @@ from topo_search.cli import options, training_options
 from topo_search.cli.training_run import (
     Job,
     agreement_of,
+    corpus_of,
     held_out_figures,
     job_of,
     record_of,
     report_figures,
     require_readable,
-    states_of,
+    split_each,
     train_with_progress,
-    training_text,
+    trained_heads,
+    training_texts,
 )
 from topo_search.errors import InputError
 
@@ -112,35 +114,34 @@ def medusa_2(
 def _run(job: Job, joint: _Joint) -> None:
     """Text, states, both stages, then the files."""
     from topo_search.cli.inputs import load_model
-    from topo_search.training.heads import Corpus, split_held_out
     from topo_search.training.joint import Adapted
+    from topo_search.training.text import join_texts
 
     require_readable(job)
     model = load_model(
         job.target, dtype=job.dtype, device=job.device, attention=job.attention, tokenizer=job.tokenizer, pack=False
     )
-    text = training_text(model, job)
+    texts = training_texts(model, job)
     if joint.num_texts:
-        text = text.select(range(min(joint.num_texts, len(text.prompt_lengths))))
-    train_text, held_text = split_held_out(text, job.held_out, seed=job.recipe.seed)
-    corpus = Corpus(
-        text=train_text,
-        states=states_of(model, job, train_text, "the training text"),
-        epochs=job.recipe.epochs,
-    )
-    held = Corpus(text=held_text, states=states_of(model, job, held_text, "held-out text"), epochs=1)
+        whole = join_texts(texts)
+        texts = [whole.select(range(min(joint.num_texts, len(whole.prompt_lengths))))]
+    kept_texts, held_texts = split_each(job, texts)
+    corpus = corpus_of(model, job, kept_texts, "the training text", epochs=job.recipe.epochs)
+    held = corpus_of(model, job, held_texts, "held-out text")
     agreement = agreement_of(model, corpus)
     warm, together = job.work / "warmup.pt", job.work / "joint.pt"
     if joint.heads is None:
         loss = _fresh_heads(job, joint, model)
         seconds, recipe = train_with_progress(job, loss, [corpus], warm), joint.recipe
     else:
-        loss, started_from = _trained_heads(joint.heads, model)
-        seconds, recipe = 0.0, replace(joint.recipe, started_from=started_from)
+        loss, trained = trained_heads(joint.heads, model)
+        seconds, recipe = 0.0, replace(joint.recipe, started_from=trained.fingerprint)
         job = replace(job, num_heads=loss.num_heads)
     adapted = Adapted(model, rank=recipe.lora_rank, alpha=recipe.lora_alpha, seed=recipe.seed)
     seconds += _train_together(job, recipe, adapted, loss, corpus, together)
-    _finish(job, recipe, adapted, loss, held, {"answers": text, "agreement": agreement, "seconds": seconds})
+    _finish(
+        job, recipe, adapted, loss, held, {"answers": join_texts(texts), "agreement": agreement, "seconds": seconds}
+    )
     for checkpoint in (warm, together):
         checkpoint.unlink(missing_ok=True)
 
@@ -153,19 +154,6 @@ def _fresh_heads(job: Job, joint: _Joint, model: Target) -> HeadLoss:
         model, num_heads=job.num_heads, num_layers=joint.num_layers, share_projection=not joint.own_projection
     )
     return HeadLoss(blocks.float().to(model.device), model.output_weight.float(), model.input_embeddings)
-
-
-def _trained_heads(spec: str, model: Target) -> tuple[HeadLoss, str]:
-    """The loss of heads that were trained before, and their fingerprint."""
-    from topo_search.heads.checkpoints import read_checkpoint
-    from topo_search.training.loss import HeadLoss
-
-    checkpoint = read_checkpoint(spec, model)
-    if getattr(checkpoint.blocks, "projection_bias", None) is not None:
-        raise InputError(f"Heads {spec} have a bias in their projection, which is not trained; train new ones.")
-    blocks = checkpoint.blocks.float().to(model.device)
-    loss = HeadLoss(blocks, model.output_weight.float(), model.input_embeddings, token_map=checkpoint.token_map)
-    return loss, checkpoint.fingerprint
 
 
 def _train_together(
@@ -195,18 +183,16 @@ def _finish(
 
     from topo_search.heads import save_heads
     from topo_search.report.console import note
-    from topo_search.training.heads import Corpus
     from topo_search.training.joint import drift, greedy_texts, save_target
 
     original = adapted.target.identity
     with adapted.original():
         original_texts = greedy_texts(adapted.target, held.text)
     model = adapted.merged(str(job.out / "target"))
-    states = states_of(model, job, held.text, "held-out text, by the new target")
-    moved = None
+    moved, new = None, corpus_of(model, job, [held.text], "held-out text, by the new target")
     if len(held.text.prompt_lengths):
-        moved = drift(model, held.text, original_states=held.states, states=states, original_texts=original_texts)
-    figures = held_out_figures(job, loss, Corpus(text=held.text, states=states, epochs=1))
+        moved = drift(model, held.text, original_states=held.states, states=new.states, original_texts=original_texts)
+    figures = held_out_figures(job, loss, new)
     record = record_of(job, model, loss, about["answers"], figures, about["seconds"]) | {
         "text_agreement": round(about["agreement"], 4),
         "warmup_recipe": asdict(job.recipe) if recipe.started_from is None else None,

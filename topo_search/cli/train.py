@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from topo_search.cli import medusa_2, options, training_options
-from topo_search.cli.training_run import Job, job_of, run_training
+from topo_search.cli.training_run import Job, job_of, run_further, run_training
 
 if TYPE_CHECKING:
     from torch import nn
@@ -161,6 +161,42 @@ def hydra_plus_plus(
     shape = {"num_layers": num_layers, "arch": arch, "sees": sees, "root_in_first": not blind_first}
     shape |= {"prefix_attention": True, "root_in_prefix": root_in_prefix}
     _run_hydra(job, shape, own_projection=own_projection, intermediate_size=intermediate_size)
+
+
+@app.command()
+def further(
+    heads: Annotated[str, typer.Option(help="Trained heads of any family, whose shape and shortlist are kept.")],
+    out: training_options.Out,
+    target: options.Target = "demo",
+    text: training_options.Text = None,
+    ordinary_text: training_options.OrdinaryText = None,
+    prompts: options.Prompts = None,
+    num_prompts: training_options.NumPrompts = options.DEFAULT_TRAINING_PROMPTS,
+    max_new_tokens: options.MaxNewTokens = options.DEFAULT_MAX_NEW_TOKENS,
+    epochs: training_options.Epochs = 2,
+    batch_texts: training_options.BatchTexts = 8,
+    learning_rate: training_options.LearningRate = 5e-4,
+    head_decay: training_options.HeadDecay = 0.9,
+    sampled_tokens: training_options.SampledTokens = 2048,
+    distill: training_options.Distill = 0.0,
+    learn_prompts: training_options.LearnPrompts = False,
+    held_out: training_options.HeldOutShare = 0.05,
+    seed: options.Seed = 0,
+    work: training_options.Work = None,
+    dtype: options.Dtype = "float32",
+    quantize: options.Quantize = None,
+    device: options.Device = "cpu",
+    attention: options.Attention = "auto",
+    tokenizer: options.Tokenizer = None,
+) -> None:
+    """Train heads further that were trained before, with more text or with text of your own; the old ones stay.
+
+    Give the text they learned from again, lest they forget it. With the same --seed and --held-out, what was held out
+    of it then is held out now. Interrupted and started again it continues.
+
+    Example: topo-search train further --heads demo-hydra --text text --text my-text --out my-heads
+    """
+    run_further(job_of(locals() | {"num_heads": 0, "shortlist": 0}), heads)
 
 
 def _run_hydra(job: Job, shape: dict[str, Any], *, own_projection: bool, intermediate_size: int | None) -> None:

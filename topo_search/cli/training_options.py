@@ -9,7 +9,8 @@ import typer
 
 Out = Annotated[Path, typer.Option(help="Folder for the trained heads.")]
 Text = Annotated[
-    Path | None, typer.Option(help="Store written by topo-search distill; without it the target writes one first.")
+    list[Path] | None,
+    typer.Option(help="Store written by topo-search distill, repeatable; without it the target writes one first."),
 ]
 OrdinaryText = Annotated[
     list[Path] | None, typer.Option(help="A UTF-8 file to learn from before the target's own text, once; repeatable.")

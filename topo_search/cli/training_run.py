@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass, replace
 from io import StringIO
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
     from torch import Tensor, nn
 
+    from topo_search.heads.checkpoints import Checkpoint
     from topo_search.target import Target
     from topo_search.training.heads import Corpus, HeldOut, Recipe
     from topo_search.training.loss import HeadLoss
-    from topo_search.training.states import HiddenStates
     from topo_search.training.text import TrainingText
 
+    _Heads = Callable[[TrainingText, float], HeadLoss]  # by the text to learn from and the size of its states
+
+_HISTORY = ("recipe", "training_text", "training_seconds", "provenance", "earlier")
 _LOW_AGREEMENT = 0.8  # greedy text comes to about 1, text sampled at a temperature of 0.7 to about 0.8
 
 
@@ -32,7 +35,7 @@ class Job:
 
     target: str
     out: Path
-    text: Path | None
+    texts: list[Path]
     ordinary: list[Path]
     prompts: Path | None
     num_prompts: int
@@ -47,6 +50,7 @@ class Job:
     attention: str
     tokenizer: str | None
     quantize: str | None
+    earlier: dict[str, Any] | None = None  # of the heads that the run goes on from: how they came to be
 
 
 def job_of(given: dict[str, Any]) -> Job:
@@ -73,10 +77,11 @@ def job_of(given: dict[str, Any]) -> Job:
         "learn_prompts",
         "seed",
     )
-    same = ("target", "out", "text", "prompts", "num_prompts", "max_new_tokens", "num_heads", "shortlist", "held_out")
+    same = ("target", "out", "prompts", "num_prompts", "max_new_tokens", "num_heads", "shortlist", "held_out")
     rest = ("dtype", "device", "attention", "tokenizer", "quantize")
     return Job(
         recipe=Recipe(**{name: given[name] for name in of_recipe}),
+        texts=given["text"] or [],
         ordinary=given["ordinary_text"] or [],
         work=given["work"] or given["out"] / "work",
         **{name: given[name] for name in (*same, *rest)},
@@ -84,22 +89,46 @@ def job_of(given: dict[str, Any]) -> Job:
 
 
 def run_training(job: Job, untrained: Callable[[Target, float], nn.Module]) -> None:
+    """Train new heads; `untrained` makes them for a target whose states have the given size."""
+    _run(job, lambda model: (job, lambda text, gain: _new_heads(job, untrained, model, text, gain)))
+
+
+def run_further(job: Job, heads: str) -> None:
+    """Train the heads that `heads` names further.
+
+    Raises:
+        InputError: there are none of that name, or they have a bias in their projection.
+    """
+    from topo_search.heads.checkpoints import heads_folder
+
+    heads_folder(heads)  # a missing one is named before the model is loaded
+
+    def begin(model: Target) -> tuple[Job, _Heads]:
+        loss, checkpoint = trained_heads(heads, model, distill=job.recipe.distill)
+        _warn_of_other_texts_held_out(job, checkpoint)
+        recipe = replace(job.recipe, started_from=checkpoint.fingerprint)
+        earlier = {key: checkpoint.config[key] for key in _HISTORY if key in checkpoint.config}
+        return replace(job, recipe=recipe, num_heads=loss.num_heads, earlier=earlier), lambda _, __: loss
+
+    _run(job, begin)
+
+
+def _run(job: Job, begin: Callable[[Target], tuple[Job, _Heads]]) -> None:
     """Train, in the first process with a word about it; the others are silent save for errors."""
     accelerator = _accelerator(job.device)
     is_first = accelerator is None or accelerator.is_main_process
     with nullcontext() if is_first else redirect_stderr(StringIO()):
-        _train_and_save(job, untrained, accelerator)
+        _train_and_save(job, begin, accelerator)
 
 
-def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], accelerator: Accelerator | None) -> None:
+def _train_and_save(job: Job, begin: Callable[[Target], tuple[Job, _Heads]], accelerator: Accelerator | None) -> None:
     """Text, states, training, report, checkpoint."""
     import torch
 
     from topo_search.cli.inputs import load_model
     from topo_search.heads import save_heads
     from topo_search.report.console import note
-    from topo_search.training.heads import Corpus, split_held_out
-    from topo_search.training.loss import HeadLoss, shorten_projection
+    from topo_search.training.text import join_texts
 
     require_readable(job)
     device = job.device if accelerator is None else str(accelerator.device)
@@ -111,34 +140,27 @@ def _train_and_save(job: Job, untrained: Callable[[Target, float], nn.Module], a
         tokenizer=job.tokenizer,
         quantize=job.quantize,
     )
+    job, heads = begin(model)
     with _first(accelerator):
-        text = training_text(model, job)
-    train_text, held_text = split_held_out(text, job.held_out, seed=job.recipe.seed)
+        texts = training_texts(model, job)
+    kept, held = split_each(job, texts)
     with _first(accelerator):
-        corpora = _corpora(model, job, train_text)
-        held_states = states_of(model, job, held_text, "held-out text")
-    token_map = _shortlist(train_text, job.shortlist)
-    agreement = agreement_of(model, replace(corpora[-1], text=train_text))
+        own = corpus_of(model, job, kept, "the target's own text", epochs=job.recipe.epochs)
+        corpora = _learned_from(model, job, kept, own)
+        held_out = corpus_of(model, job, held, "held-out text")
+    agreement = agreement_of(model, own)
     torch.manual_seed(job.recipe.seed)
-    sample = corpora[-1].states.rows(torch.arange(min(len(corpora[-1].states), 4096)))
-    blocks = untrained(model, float(sample.pow(2).mean().sqrt())).float().to(model.device)
-    shorten_projection(blocks, token_map)
-    loss = HeadLoss(
-        blocks,
-        model.output_weight.float(),
-        model.input_embeddings,
-        token_map=token_map,
-        distill=job.recipe.distill,
-    )
+    sample = own.states.rows(torch.arange(min(len(own.states), 4096)))
+    loss = heads(own.text, float(sample.pow(2).mean().sqrt()))
     checkpoint = job.work / "training.pt"
     seconds = train_with_progress(job, loss, corpora, checkpoint, accelerator)
     if accelerator is not None and not accelerator.is_main_process:
         return
-    held = held_out_figures(job, loss, Corpus(text=held_text, states=held_states, epochs=1))
-    record = record_of(job, model, loss, text, held, seconds) | {"text_agreement": round(agreement, 4)}
-    save_heads(job.out, blocks, record, token_map=token_map, dtype=torch.bfloat16)
+    figures = held_out_figures(job, loss, held_out)
+    record = record_of(job, model, loss, join_texts(texts), figures, seconds) | {"text_agreement": round(agreement, 4)}
+    save_heads(job.out, loss.blocks, record, token_map=loss.token_map, dtype=torch.bfloat16)
     checkpoint.unlink(missing_ok=True)
-    report_figures(record, held)
+    report_figures(record, figures)
     note(f"Wrote {job.out}. Next: topo-search calibrate --target {job.target} --heads {job.out}")
 
 
@@ -152,9 +174,9 @@ def require_readable(job: Job) -> None:
     from topo_search.training.text import read_ordinary, read_text_store
 
     read_ordinary(job.ordinary)
-    if job.text is not None:
-        read_text_store(job.text)
-    elif job.prompts is not None:
+    for store in job.texts:
+        read_text_store(store)
+    if not job.texts and job.prompts is not None:
         read_prompts(job.prompts)
 
 
@@ -200,17 +222,18 @@ def _first(accelerator: Accelerator | None) -> Any:
     return nullcontext() if accelerator is None else accelerator.main_process_first()
 
 
-def training_text(model: Target, job: Job) -> TrainingText:
-    """The store's text, or what the target writes now.
+def training_texts(model: Target, job: Job) -> list[TrainingText]:
+    """The text of every store, or what the target writes now.
 
     Raises:
-        MismatchError: another target wrote the store.
+        MismatchError: another target wrote a store.
     """
     from topo_search.cli.distill import write_text_store
-    from topo_search.training.text import read_text_store, store_target
+    from topo_search.report.console import note
+    from topo_search.training.text import new_prompts_only, read_text_store, store_target
 
-    if job.text is None:
-        return write_text_store(
+    if not job.texts:
+        written = write_text_store(
             model,
             job.work / "text",
             job.prompts,
@@ -218,13 +241,74 @@ def training_text(model: Target, job: Job) -> TrainingText:
             max_new_tokens=job.max_new_tokens,
             seed=job.recipe.seed,
         )
-    text = read_text_store(job.text)
-    if store_target(job.text) != model.identity.fingerprint:
-        raise MismatchError(
-            f"{job.text} was written by another target ({store_target(job.text)}, not {model.identity.fingerprint}): "
-            "heads trained on it would guess that one's words. Run topo-search distill with this target."
+        return [written]
+    texts: list[TrainingText] = []
+    for store in job.texts:
+        if store_target(store) != model.identity.fingerprint:
+            raise MismatchError(
+                f"{store} was written by another target ({store_target(store)}, not {model.identity.fingerprint}): "
+                "heads trained on it would guess that one's words. Run topo-search distill with this target."
+            )
+        text = read_text_store(store)
+        texts.append(new_prompts_only(text, texts))
+        if known := len(text.prompt_lengths) - len(texts[-1].prompt_lengths):
+            note(f"{known} prompts of {store} are answered in a store before it and left out.")
+    return texts
+
+
+def split_each(job: Job, texts: Sequence[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
+    """Texts to train on and texts to hold out, of each store its share: what else is read does not change them."""
+    from topo_search.training.heads import split_held_out
+
+    parts = [split_held_out(text, job.held_out, seed=job.recipe.seed) for text in texts]
+    return [kept for kept, _ in parts], [held for _, held in parts]
+
+
+def _new_heads(
+    job: Job, untrained: Callable[[Target, float], nn.Module], model: Target, text: TrainingText, gain: float
+) -> HeadLoss:
+    from topo_search.training.loss import HeadLoss, shorten_projection
+
+    token_map = _shortlist(text, job.shortlist)
+    blocks = untrained(model, gain).float().to(model.device)
+    shorten_projection(blocks, token_map)
+    return HeadLoss(
+        blocks,
+        model.output_weight.float(),
+        model.input_embeddings,
+        token_map=token_map,
+        distill=job.recipe.distill,
+    )
+
+
+def trained_heads(spec: str, model: Target, *, distill: float = 0.0) -> tuple[HeadLoss, Checkpoint]:
+    """The loss of heads that were trained before, and their checkpoint.
+
+    Raises:
+        InputError: there are none of that name, or they have a bias in their projection.
+        MismatchError: they belong to another target.
+    """
+    from topo_search.heads.checkpoints import read_checkpoint
+    from topo_search.training.loss import HeadLoss
+
+    checkpoint = read_checkpoint(spec, model)
+    if getattr(checkpoint.blocks, "projection_bias", None) is not None:
+        raise InputError(f"Heads {spec} have a bias in their projection, which is not trained; train new ones.")
+    blocks, token_map = checkpoint.blocks.float().to(model.device), checkpoint.token_map
+    loss = HeadLoss(blocks, model.output_weight.float(), model.input_embeddings, token_map=token_map, distill=distill)
+    return loss, checkpoint
+
+
+def _warn_of_other_texts_held_out(job: Job, checkpoint: Checkpoint) -> None:
+    from topo_search.report.console import note
+
+    recipe, text = (checkpoint.config.get(key) or {} for key in ("recipe", "training_text"))
+    then = (recipe.get("seed", job.recipe.seed), text.get("held_out_share", job.held_out))
+    if then != (job.recipe.seed, job.held_out):
+        note(
+            f"Warning: heads {checkpoint.name} were trained with --seed {then[0]} --held-out {then[1]}; with others "
+            "they have learned from some of the text that is held out now, and the figures on it flatter them."
         )
-    return text
 
 
 def _shortlist(text: TrainingText, size: int) -> Tensor | None:
@@ -245,38 +329,46 @@ def _shortlist(text: TrainingText, size: int) -> Tensor | None:
     return token_map
 
 
-def _corpora(model: Target, job: Job, text: TrainingText) -> list[Corpus]:
-    from topo_search.training.heads import Corpus
+def _learned_from(model: Target, job: Job, kept: Sequence[TrainingText], own: Corpus) -> list[Corpus]:
+    """The corpora in the order in which they are learned from, with what the target would have said where asked for."""
     from topo_search.training.text import ordinary_text
 
     corpora = []
     if job.ordinary:
-        ordinary = ordinary_text(model, job.ordinary)
-        states = states_of(model, job, ordinary, "ordinary text")
-        learned = _with_prompts(model, job, ordinary, states)
-        corpora.append(Corpus(text=learned, states=states, epochs=job.recipe.ordinary_epochs))
-    states = states_of(model, job, text, "the target's own text")
-    learned = _with_prompts(model, job, text, states) if job.recipe.learn_prompts else text
-    return [*corpora, Corpus(text=learned, states=states, epochs=job.recipe.epochs)]
+        text = ordinary_text(model, job.ordinary)
+        corpus = corpus_of(model, job, [text], "ordinary text", epochs=job.recipe.ordinary_epochs)
+        corpora.append(_with_prompts(model, job, [text], corpus))
+    return [*corpora, _with_prompts(model, job, kept, own) if job.recipe.learn_prompts else own]
 
 
-def _with_prompts(model: Target, job: Job, text: TrainingText, states: HiddenStates) -> TrainingText:
+def _with_prompts(model: Target, job: Job, texts: Sequence[TrainingText], corpus: Corpus) -> Corpus:
+    """The corpus of `texts`, to be learned from their prompts on."""
     from topo_search.report.console import progress
     from topo_search.training.states import with_prompts
+    from topo_search.training.text import join_texts
 
     with progress("Asking the target") as advance:
-        return with_prompts(model, text, states, job.work, progress=advance)
+        learned = [
+            with_prompts(model, text, states, job.work, progress=advance)
+            for text, states in zip(texts, corpus.states.parts, strict=True)
+        ]
+    return replace(corpus, text=join_texts(learned))
 
 
-def states_of(model: Target, job: Job, text: TrainingText, what: str) -> HiddenStates:
-    """The states of `text` in the work folder, their size announced first."""
+def corpus_of(model: Target, job: Job, texts: Sequence[TrainingText], what: str, *, epochs: int = 1) -> Corpus:
+    """Texts with their states in the work folder, each text's size announced first."""
     from topo_search.report.console import note, progress
-    from topo_search.training.states import cached_states, states_bytes
+    from topo_search.training.heads import Corpus
+    from topo_search.training.states import HiddenStates, cached_states, states_bytes
+    from topo_search.training.text import join_texts
 
-    size = states_bytes(model, text) / 1e6
-    note(f"Hidden states of {what}: {len(text.tokens)} positions, {size:.0f} MB in {job.work}")
-    with progress("Reading text") as advance:
-        return cached_states(model, text, job.work, progress=advance)
+    parts = []
+    for text in texts:
+        size = states_bytes(model, text) / 1e6
+        note(f"Hidden states of {what}: {len(text.tokens)} positions, {size:.0f} MB in {job.work}")
+        with progress("Reading text") as advance:
+            parts.append(cached_states(model, text, job.work, progress=advance))
+    return Corpus(text=join_texts(texts), states=HiddenStates.joined(parts), epochs=epochs)
 
 
 def train_with_progress(
@@ -326,6 +418,7 @@ def record_of(
         },
         "held_out": None if held is None else asdict(held),
         "training_seconds": round(seconds, 1),
+        **({} if job.earlier is None else {"earlier": job.earlier}),
         "parameters": parameters,
         "share_of_target_parameters": round(parameters / parameter_count(model.model), 4),
         "provenance": provenance(),

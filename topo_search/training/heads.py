@@ -57,6 +57,7 @@ class Recipe:
         distill: share of the target's distribution in the loss; the rest is the true token.
         learn_prompts: whether heads learn from the prompts too, what the target would have said after each token.
         seed: order of texts, negatives, dropout.
+        started_from: fingerprint of the trained heads that the run went on from; null: new ones.
     """
 
     epochs: int = 4
@@ -69,6 +70,7 @@ class Recipe:
     distill: float = 0.0
     learn_prompts: bool = False
     seed: int = 0
+    started_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

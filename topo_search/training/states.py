@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,17 +31,35 @@ _CHOSEN_AT_ONCE = 256
 
 
 class HiddenStates:
-    """States of every position of a text, `[positions, hidden]`, read from disk row by row."""
+    """States of every position of texts that follow each other, `[positions, hidden]`, read from disk row by row."""
 
-    def __init__(self, values: np.ndarray) -> None:
+    def __init__(self, *values: np.ndarray) -> None:
+        """`values` are the states of each text, at least one, `[its positions, hidden]`."""
         self._values = values
+        self._starts = np.cumsum([0, *(len(value) for value in values)])
 
     def __len__(self) -> int:
-        return int(self._values.shape[0])
+        return int(self._starts[-1])
+
+    @classmethod
+    def joined(cls, parts: Sequence[HiddenStates]) -> HiddenStates:
+        """States of texts that are joined in the same order."""
+        return cls(*(value for part in parts for value in part._values))
+
+    @property
+    def parts(self) -> list[HiddenStates]:
+        """The states of each text alone."""
+        return [HiddenStates(value) for value in self._values]
 
     def rows(self, positions: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows hidden"]:
         """The states at the given positions, in fp32."""
-        return torch.from_numpy(self._values[positions.numpy()].astype(np.float32))
+        places = positions.numpy()
+        rows = np.empty((*places.shape, self._values[0].shape[1]), dtype=np.float32)
+        owners = np.searchsorted(self._starts, places, side="right") - 1
+        for owner in np.unique(owners):
+            own = owners == owner
+            rows[own] = self._values[owner][places[own] - self._starts[owner]]
+        return torch.from_numpy(rows)
 
 
 def states_bytes(target: Target, text: TrainingText) -> int:

@@ -91,6 +91,22 @@ def text_of(texts: Sequence[Int[Tensor, " _"]], prompt_lengths: Sequence[int]) -
     )
 
 
+def join_texts(texts: Sequence[TrainingText]) -> TrainingText:
+    """The given texts in turn, at least one; all have choices, or none has."""
+    joined = text_of(
+        [piece for text in texts for piece in text.tokens.split(text.lengths.tolist())],
+        [length for text in texts for length in text.prompt_lengths.tolist()],
+    )
+    choices = [text.choices for text in texts if text.choices is not None]
+    return replace(joined, choices=torch.cat(choices)) if choices else joined
+
+
+def new_prompts_only(text: TrainingText, others: Sequence[TrainingText]) -> TrainingText:
+    """What of `text` answers no prompt of `others`: the same text must not be trained on and held out."""
+    known = {prompt for other in others for prompt in _prompts_of(other)}
+    return text.select([index for index, prompt in enumerate(_prompts_of(text)) if prompt not in known])
+
+
 def answer_positions(text: TrainingText) -> Int[Tensor, " positions"]:
     """Positions of every answer token."""
     inside = torch.arange(len(text.tokens)) - torch.repeat_interleave(text.starts[:-1], text.lengths)
@@ -259,10 +275,7 @@ def read_text_store(store: Path) -> TrainingText:
     parts = [_read_shard(store, name) for name in _read_manifest(store)["shards"]]
     if not parts:
         raise InputError(f"{store} holds no text; run topo-search distill --out {store}.")
-    return text_of(
-        [text for part in parts for text in part.tokens.split(part.lengths.tolist())],
-        [length for part in parts for length in part.prompt_lengths.tolist()],
-    )
+    return join_texts(parts)
 
 
 def store_target(store: Path) -> str:
