@@ -181,7 +181,7 @@ def _row(family: Family) -> dict[str, Any]:
         "heads": asdict(family.heads.identity),
         "parameters": record.get("parameters"),
         "share_of_target_parameters": record.get("share_of_target_parameters"),
-        "training_minutes": round(record.get("training_seconds", 0) / 60, 1),
+        "training_minutes": round(_training_seconds(record) / 60, 1),
         "training_text": record.get("training_text"),
         "accuracy_given_path": [depth.accuracy_given_path[0] for depth in depth_accuracies(family.scored_on)],
         "tokens_per_step": {name: round(score, 4) for name, score in zip(trees, scores, strict=True)},
@@ -191,6 +191,13 @@ def _row(family: Family) -> dict[str, Any]:
         "draft_ms": [] if latency is None else [round(latency.draft_times().of(Tree.chain(n)), 2) for n in depths],
         "fastest": None if latency is None else _fastest(family, latency),
     }
+
+
+def _training_seconds(record: dict[str, Any]) -> float:
+    """Of this training and of those that it went on from."""
+    return float(record.get("training_seconds", 0)) + (
+        _training_seconds(record["earlier"]) if "earlier" in record else 0
+    )
 
 
 def _trees(trace: RankTrace) -> dict[str, Tree]:
