@@ -269,7 +269,7 @@ def test_a_killed_run_ends_bit_identical(
     assert_equal(their_heads.blocks, heads.blocks)
     for name, weight in undisturbed.weights.items():
         assert torch.equal(weight, resumed.weights[name]), name
-    with pytest.raises(InputError, match=r"joint.pt is of a run with other settings \(recipe\)"):
+    with pytest.raises(InputError, match=r"joint.pt is of a run with other settings \(seed 0, now 1\)"):
         trained(folder, tmp_path, replace(RECIPE, seed=1), checkpoint=checkpoint)
 
 

@@ -176,7 +176,12 @@ def test_the_seed_decides_the_heads() -> None:
 
 @pytest.mark.parametrize(
     ("changed", "word"),
-    [({"seed": 1}, "recipe"), ({"learning_rate": 1e-4}, "recipe"), ({"distill": 0.5}, "recipe")],
+    [
+        ({"seed": 1}, "seed 0, now 1"),
+        ({"learning_rate": 1e-4, "seed": 1}, r"learning_rate 0\.\d+, now 0\.0001, seed 0, now 1"),
+        ({"distill": 0.5}, r"distill 0\.0, now 0\.5"),
+        ({"started_from": "abc"}, "started_from None, now abc"),
+    ],
 )
 def test_a_checkpoint_of_other_settings_is_refused(changed: dict[str, Any], word: str, tmp_path: Path) -> None:
     checkpoint = tmp_path / "training.pt"

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     _Heads = Callable[[TrainingText, float], HeadLoss]  # by the text to learn from and the size of its states
 
 _HISTORY = ("recipe", "training_text", "training_seconds", "provenance", "earlier")
+_WIDE_MARGIN = 5.0  # points by which a share of the held-out rows may be off, at 95 %, before it is said
 _LOW_AGREEMENT = 0.8  # greedy text comes to about 1, text sampled at a temperature of 0.7 to about 0.8
 
 
@@ -437,6 +438,11 @@ def report_figures(record: dict[str, Any], held: HeldOut | None) -> None:
         note(
             f"Head {depth} on held-out text: loss {loss:.3f}, accuracy {100 * accuracy:.1f} %, "
             f"given the path {100 * given:.1f} %"
+        )
+    if held is not None and (margin := 98 / max(held.rows, 1) ** 0.5) > _WIDE_MARGIN:
+        note(
+            f"Warning: {held.rows} rows were held out, so these accuracies are known to {margin:.0f} points at best; "
+            "more prompts or a larger --held-out help."
         )
     share = 100 * record["share_of_target_parameters"]
     note(

@@ -42,18 +42,31 @@ def read_checkpoint(path: Path, settings: dict[str, Any]) -> dict[str, Any] | No
         return None
     try:
         state: Any = torch.load(path, weights_only=True, map_location="cpu")
-        found = state["settings"]
+        found = dict(state["settings"])
     except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError, KeyError, TypeError) as error:
         # Never torch's words: they advise to unpickle what cannot be trusted.
         reason = type(error).__name__
         raise InputError(f"{path} is no checkpoint of a training run ({reason}); delete it to start anew.") from None
     if found != settings:
-        differing = sorted(key for key in {*found, *settings} if found.get(key) != settings.get(key))
         raise InputError(
-            f"{path} is of a run with other settings ({', '.join(differing)}); delete it or use another --work."
+            f"{path} is of a run with other settings ({', '.join(_differences(found, settings))}); delete it or use "
+            "another --work."
         )
     result: dict[str, Any] = state
     return result
+
+
+def _differences(found: dict[str, Any], settings: dict[str, Any]) -> list[str]:
+    """What differs: the fields of a recipe with both values, other settings by name."""
+    differing = []
+    for key in sorted(key for key in {*found, *settings} if found.get(key) != settings.get(key)):
+        then, now = found.get(key), settings.get(key)
+        if key == "recipe" and isinstance(then, dict) and isinstance(now, dict):
+            fields = sorted(field for field in {*then, *now} if then.get(field) != now.get(field))
+            differing += [f"{field} {then.get(field)}, now {now.get(field)}" for field in fields]
+        else:
+            differing.append(key)
+    return differing
 
 
 def require_finite(total: Tensor, norm: Tensor, *, step: int, checkpoint: Path | None) -> None:
