@@ -165,7 +165,7 @@ def test_damaged_stores_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=rf"{shard.name} is damaged .*; delete it and run topo-search distill"):
         read_text_store(tmp_path)
     shard.unlink()
-    with pytest.raises(InputError, match=rf"{shard.name} is damaged"):
+    with pytest.raises(InputError, match=rf"{shard.name}, which manifest.json lists, is missing"):
         read_text_store(tmp_path)
     assert by_prompt(write(tmp_path)) == by_prompt(whole)  # the way out
 

@@ -23,7 +23,7 @@ from topo_search.training.text import MANIFEST, read_text_store
 
 Run = Callable[..., tuple[int, str]]
 ROWS = [{"prompt": f"w{n} w{n + 1} w3"} for n in range(12)]
-SHORT = ("--num-heads", 2, "--epochs", 2, "--batch-texts", 4, "--held-out", 0.25)
+SHORT = ("--num-heads", 2, "--epochs", 2, "--batch-texts", 4, "--held-out", 0.4)
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ def test_the_saved_heads_are_the_trained_ones(run: Run, text: Path, tmp_path: Pa
     target = load_target("target")
     stored = read_checkpoint(str(tmp_path), target)
     loss = HeadLoss(stored.blocks.float(), target.output_weight, target.input_embeddings, token_map=stored.token_map)
-    _, held_text = split_held_out(read_text_store(text), 0.25, seed=0)
+    _, held_text = split_held_out(read_text_store(text), 0.4, seed=0)
     states = cached_states(target, held_text, tmp_path / "work")
     found = evaluate(loss, held_text, states, num_heads=2)
     assert found.loss == pytest.approx(held["loss"], rel=0.02)
@@ -288,8 +288,8 @@ def test_trained_heads_are_trained_further(family: str, run: Run, more: Path, tm
     words = ("--target", "target", "--heads", first, *texts, "--work", first / "work", "--out", second, *SHORT[2:])
     code, err = run("train", "further", *words)
     assert code == 0, err
-    assert "2 prompts of more are answered in a store before it and left out" in " ".join(err.split())
-    assert "were trained with" not in err
+    assert "2 of 10 prompts of more are answered in a store before it and left out" in " ".join(err.split())
+    assert "may know some" not in err
     assert (first / "heads.safetensors").read_bytes() == before
     new = load_heads(str(second), load_target("target"))
     assert new.blocks.shape == old.blocks.shape
@@ -297,7 +297,8 @@ def test_trained_heads_are_trained_further(family: str, run: Run, more: Path, tm
     assert (new.token_map is None and old.token_map is None) or torch.equal(new.token_map, old.token_map)
     one, two = (json.loads((folder / "config.json").read_text()) for folder in (first, second))
     assert two["recipe"]["started_from"] == old.identity.fingerprint
-    assert two["earlier"] == {key: one[key] for key in ("recipe", "training_text", "training_seconds", "provenance")}
+    history = ("recipe", "training_text", "held_out", "training_seconds", "provenance")
+    assert two["earlier"] == {key: one[key] for key in history}
     assert two["training_text"]["answers"] == 20
     caches = sorted(path.name for path in (first / "work").glob("states-*.f16"))
     assert len(caches) == 4, "each store's states are kept for themselves"
@@ -326,9 +327,56 @@ def test_training_further_refuses_and_warns(run: Run, text: Path, tmp_path: Path
     assert code == 0, err
     other = run("train", "further", "--heads", tmp_path / "first", *words, "--target", "other")
     _refused(other, "trained for target")
-    code, err = run("train", "further", "--heads", tmp_path / "first", *words, "--seed", 4)
+    first = ("train", "further", "--heads", tmp_path / "first", *words)
+    _refused(run(*first, "--out", tmp_path / "first"), "--out", "give another folder")
+    _refused(run(*first, "--heads", tmp_path / "first/config.json"), "give its folder")
+    _refused(run(*first, "--text", "./text/"), "names a store twice")
+
+
+@pytest.mark.parametrize(
+    ("changed", "then"),
+    [
+        (("--seed", 4), "--seed 0 --held-out 0.4"),
+        (("--held-out", 0.45), "--seed 0 --held-out 0.4"),
+        (("--held-out", 0.1), None),
+        (("--seed", 4, "--held-out", 0), None),
+    ],
+)
+def test_heads_that_may_know_what_is_held_out_are_told(
+    changed: tuple[object, ...], then: str | None, run: Run, text: Path, tmp_path: Path
+) -> None:
+    first, words = tmp_path / "first", ("--target", "target", "--text", "text")
+    if not (first / "config.json").exists():
+        code, err = run("train", "medusa", *words, "--out", first, *SHORT)
+        assert code == 0, err
+    code, err = run("train", "further", "--heads", first, *words, "--out", tmp_path / "out", *SHORT[2:], *changed)
     assert code == 0, err
-    assert "were trained with --seed 0 --held-out 0.25" in " ".join(err.split())
+    assert ("may know some of the text that is held out now" in err) == (then is not None)
+    assert then is None or f"when they were trained: {then}." in " ".join(err.split())
+
+
+@pytest.mark.parametrize("strange", ["recipe", "training_text"])
+def test_heads_without_a_record_are_told(strange: str, run: Run, text: Path, tmp_path: Path) -> None:
+    """Those of an earlier training count, and a record may hold anything."""
+    first, words = tmp_path / "first", ("--target", "target", "--text", "text")
+    code, err = run("train", "medusa", *words, "--out", first, *SHORT)
+    assert code == 0, err
+    config = json.loads((first / "config.json").read_text())
+    (first / "config.json").write_text(json.dumps(config | {"earlier": {**config, strange: "by hand"}}))
+    code, err = run("train", "further", "--heads", first, *words, "--out", tmp_path / "out", *SHORT[2:])
+    assert code == 0, err
+    assert "nobody recorded which texts were held out" in " ".join(err.split())
+
+
+def test_a_store_within_another_adds_nothing(run: Run, text: Path, root: Path, tmp_path: Path) -> None:
+    (root / "few.jsonl").write_text("\n".join(json.dumps(row) for row in ROWS[:4]))
+    code, err = run("distill", "--target", "target", "--out", tmp_path / "few", "--prompts", "few.jsonl", *_cap(12))
+    assert code == 0, err
+    words = ("--target", "target", "--text", "text", "--text", tmp_path / "few", "--out", tmp_path, *SHORT)
+    code, err = run("train", "medusa", *words)
+    assert code == 0, err
+    assert "4 of 4 prompts of" in err and "0 positions" not in err
+    assert json.loads((tmp_path / "config.json").read_text())["training_text"]["digest"] == read_text_store(text).digest
 
 
 # Medusa-2
@@ -352,7 +400,7 @@ def test_medusa_2_writes_a_target_and_its_heads(
     assert config["original_target"]["fingerprint"] == original.identity.fingerprint
     assert config["training_text"]["answers"] == 10
     assert config["drift"]["kl"] > 0
-    assert config["drift"]["prompts"] == 2
+    assert config["drift"]["prompts"] == 4
     assert 0 <= config["drift"]["equal_text"] <= config["drift"]["equal_leading_tokens"] <= 1
     assert config["recipe"]["heads_weight"] == 0.2
     assert config["warmup_recipe"]["epochs"] == 2

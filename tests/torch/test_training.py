@@ -24,7 +24,7 @@ from topo_search.training.heads import (
     split_held_out,
     train_heads,
 )
-from topo_search.training.text import TrainingText, text_of
+from topo_search.training.text import TrainingText, prompts_of, text_of
 
 RECIPE = Recipe(batch_texts=2, learning_rate=1e-2, sampled_tokens=20)
 Report = Callable[[TrainingReport], None]
@@ -121,13 +121,26 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth() -> None:
 
 def test_held_out_texts_are_no_training_texts() -> None:
     kept, held = split_held_out(own_text(), 0.34, seed=3)
-    assert len(held.prompt_lengths) == 3
+    assert 0 < len(held.prompt_lengths) < len(own_text().prompt_lengths)
     texts = [tuple(part.tolist()) for one in (kept, held) for part in one.tokens.split(one.lengths.tolist())]
     assert sorted(texts) == sorted(
         tuple(part.tolist()) for part in own_text().tokens.split(own_text().lengths.tolist())
     )
     assert split_held_out(own_text(), 0.34, seed=3)[1].digest == held.digest
     assert split_held_out(own_text(), 0.34, seed=4)[1].digest != held.digest
+
+
+def test_no_text_changes_sides() -> None:
+    """Whatever is read beside it, however the store is ordered, and whatever share more is held out."""
+    many = text_of([torch.tensor([number, number + 1, 5, 6]) for number in range(2000)], [2] * 2000)
+    _, held = split_held_out(many, 0.1, seed=3)
+    chosen = set(prompts_of(held))
+    assert 140 < len(chosen) < 260
+    part = many.select(torch.randperm(2000)[:700])
+    assert set(prompts_of(split_held_out(part, 0.1, seed=3)[1])) == chosen & set(prompts_of(part))
+    assert chosen < set(prompts_of(split_held_out(many, 0.2, seed=3)[1]))
+    assert len(chosen & set(prompts_of(split_held_out(many, 0.1, seed=4)[1]))) < 60
+    assert len(split_held_out(many, 0.0, seed=3)[1].prompt_lengths) == 0
 
 
 # Runs that are killed
@@ -195,7 +208,7 @@ def test_a_checkpoint_of_other_heads_or_text_is_refused(tmp_path: Path) -> None:
     trained("hydra", epochs=1, checkpoint=checkpoint)
     with pytest.raises(InputError, match=r"other settings \(heads\)"):
         trained("guide", epochs=1, checkpoint=checkpoint)
-    with pytest.raises(InputError, match=r"other settings \(texts\)"):
+    with pytest.raises(InputError, match=r"other settings \(passes\)"):
         trained("hydra", epochs=2, checkpoint=checkpoint)
 
 

@@ -134,7 +134,7 @@ def _run(job: Job, joint: _Joint) -> None:
         loss = _fresh_heads(job, joint, model)
         seconds, recipe = train_with_progress(job, loss, [corpus], warm), joint.recipe
     else:
-        loss, trained = trained_heads(joint.heads, model)
+        loss, trained = trained_heads(job, joint.heads, model)
         seconds, recipe = 0.0, replace(joint.recipe, started_from=trained.fingerprint)
         job = replace(job, num_heads=loss.num_heads)
     adapted = Adapted(model, rank=recipe.lora_rank, alpha=recipe.lora_alpha, seed=recipe.seed)

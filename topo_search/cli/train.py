@@ -191,8 +191,9 @@ def further(
 ) -> None:
     """Train heads further that were trained before, with more text or with text of your own; the old ones stay.
 
-    Give the text they learned from again, lest they forget it. With the same --seed and --held-out, what was held out
-    of it then is held out now. Interrupted and started again it continues.
+    Their shape and shortlist are kept, the other settings are those given here. Give the text they learned from again,
+    lest they forget it; under the same --seed and --held-out no text changes sides. Interrupted and started again it
+    continues.
 
     Example: topo-search train further --heads demo-hydra --text text --text my-text --out my-heads
     """

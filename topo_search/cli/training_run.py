@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
     _Heads = Callable[[TrainingText, float], HeadLoss]  # by the text to learn from and the size of its states
 
-_HISTORY = ("recipe", "training_text", "training_seconds", "provenance", "earlier")
+_HISTORY = ("recipe", "training_text", "held_out", "training_seconds", "provenance", "earlier")
+_TOLD = ("recipe", "training_text")
+_HELD_OUT_BY = "prompt"  # what decides whether a text is held out, beside the seed
 _WIDE_MARGIN = 5.0  # points by which a share of the held-out rows may be off, at 95 %, before it is said
 _LOW_AGREEMENT = 0.8  # greedy text comes to about 1, text sampled at a temperature of 0.7 to about 0.8
 
@@ -98,15 +100,15 @@ def run_further(job: Job, heads: str) -> None:
     """Train the heads that `heads` names further.
 
     Raises:
-        InputError: there are none of that name, or they have a bias in their projection.
+        InputError: there are none of that name, they have a bias in their projection, or --out is their folder.
     """
     from topo_search.heads.checkpoints import heads_folder
 
-    heads_folder(heads)  # a missing one is named before the model is loaded
+    if heads_folder(heads).resolve() == job.out.resolve():
+        raise InputError(f"--out {job.out} holds the heads that --heads names; give another folder, lest they be lost.")
 
     def begin(model: Target) -> tuple[Job, _Heads]:
-        loss, checkpoint = trained_heads(heads, model, distill=job.recipe.distill)
-        _warn_of_other_texts_held_out(job, checkpoint)
+        loss, checkpoint = trained_heads(job, heads, model)
         recipe = replace(job.recipe, started_from=checkpoint.fingerprint)
         earlier = {key: checkpoint.config[key] for key in _HISTORY if key in checkpoint.config}
         return replace(job, recipe=recipe, num_heads=loss.num_heads, earlier=earlier), lambda _, __: loss
@@ -169,12 +171,14 @@ def require_readable(job: Job) -> None:
     """Refuse a text store, prompts or ordinary text that cannot be read, before the target is loaded for it.
 
     Raises:
-        InputError: it is missing, empty or damaged.
+        InputError: it is missing, empty or damaged, or a store is named twice.
     """
     from topo_search.files.prompts import read_prompts
     from topo_search.training.text import read_ordinary, read_text_store
 
     read_ordinary(job.ordinary)
+    if len({store.resolve() for store in job.texts}) < len(job.texts):
+        raise InputError(f"--text names a store twice ({', '.join(map(str, job.texts))}); name each once.")
     for store in job.texts:
         read_text_store(store)
     if not job.texts and job.prompts is not None:
@@ -251,9 +255,12 @@ def training_texts(model: Target, job: Job) -> list[TrainingText]:
                 "heads trained on it would guess that one's words. Run topo-search distill with this target."
             )
         text = read_text_store(store)
-        texts.append(new_prompts_only(text, texts))
-        if known := len(text.prompt_lengths) - len(texts[-1].prompt_lengths):
-            note(f"{known} prompts of {store} are answered in a store before it and left out.")
+        new = new_prompts_only(text, texts)
+        known, asked = len(text.prompt_lengths) - len(new.prompt_lengths), len(text.prompt_lengths)
+        if known:
+            note(f"{known} of {asked} prompts of {store} are answered in a store before it and left out.")
+        if known < asked:
+            texts.append(new)
     return texts
 
 
@@ -282,8 +289,8 @@ def _new_heads(
     )
 
 
-def trained_heads(spec: str, model: Target, *, distill: float = 0.0) -> tuple[HeadLoss, Checkpoint]:
-    """The loss of heads that were trained before, and their checkpoint.
+def trained_heads(job: Job, spec: str, model: Target) -> tuple[HeadLoss, Checkpoint]:
+    """The loss of heads that were trained before, and their checkpoint; warns where they may know what is held out.
 
     Raises:
         InputError: there are none of that name, or they have a bias in their projection.
@@ -296,20 +303,31 @@ def trained_heads(spec: str, model: Target, *, distill: float = 0.0) -> tuple[He
     if getattr(checkpoint.blocks, "projection_bias", None) is not None:
         raise InputError(f"Heads {spec} have a bias in their projection, which is not trained; train new ones.")
     blocks, token_map = checkpoint.blocks.float().to(model.device), checkpoint.token_map
-    loss = HeadLoss(blocks, model.output_weight.float(), model.input_embeddings, token_map=token_map, distill=distill)
+    loss = HeadLoss(
+        blocks, model.output_weight.float(), model.input_embeddings, token_map=token_map, distill=job.recipe.distill
+    )
+    _warn_of_text_known(job, spec, checkpoint.config)
     return loss, checkpoint
 
 
-def _warn_of_other_texts_held_out(job: Job, checkpoint: Checkpoint) -> None:
+def _warn_of_text_known(job: Job, heads: str, config: dict[str, Any]) -> None:
+    """Say where heads may have learned from what is held out now, in any of the trainings they went through."""
     from topo_search.report.console import note
 
-    recipe, text = (checkpoint.config.get(key) or {} for key in ("recipe", "training_text"))
-    then = (recipe.get("seed", job.recipe.seed), text.get("held_out_share", job.held_out))
-    if then != (job.recipe.seed, job.held_out):
-        note(
-            f"Warning: heads {checkpoint.name} were trained with --seed {then[0]} --held-out {then[1]}; with others "
-            "they have learned from some of the text that is held out now, and the figures on it flatter them."
-        )
+    record: Any = config
+    while job.held_out > 0 and isinstance(record, dict):
+        recipe, text = (found if isinstance(found := record.get(key), dict) else {} for key in _TOLD)
+        known = text.get("held_out_by") == _HELD_OUT_BY
+        seed, share = (recipe.get("seed"), text.get("held_out_share")) if known else (None, None)
+        if not isinstance(share, int | float) or seed != job.recipe.seed or share < job.held_out:
+            told = seed is not None and share is not None
+            how = f"--seed {seed} --held-out {share}" if told else "nobody recorded which texts were held out"
+            note(
+                f"Warning: heads {heads} may know some of the text that is held out now, and figures on it would "
+                f"flatter them; when they were trained: {how}."
+            )
+            return
+        record = record.get("earlier")
 
 
 def _shortlist(text: TrainingText, size: int) -> Tensor | None:
@@ -364,9 +382,9 @@ def corpus_of(model: Target, job: Job, texts: Sequence[TrainingText], what: str,
     from topo_search.training.text import join_texts
 
     parts = []
-    for text in texts:
-        size = states_bytes(model, text) / 1e6
-        note(f"Hidden states of {what}: {len(text.tokens)} positions, {size:.0f} MB in {job.work}")
+    for number, text in enumerate(texts, start=1):
+        size, which = states_bytes(model, text) / 1e6, f", part {number} of {len(texts)}" if len(texts) > 1 else ""
+        note(f"Hidden states of {what}{which}: {len(text.tokens)} positions, {size:.0f} MB in {job.work}")
         with progress("Reading text") as advance:
             parts.append(cached_states(model, text, job.work, progress=advance))
     return Corpus(text=join_texts(texts), states=HiddenStates.joined(parts), epochs=epochs)
@@ -387,15 +405,19 @@ def train_with_progress(
             losses = " ".join(f"{value:.3f}" for value in at.loss_per_head)
             advance(at.step, at.steps, f"loss per head {losses}" if losses else "continued from the checkpoint")
 
-        return train_heads(
-            loss,
-            corpora,
-            job.recipe,
-            num_heads=job.num_heads,
-            checkpoint=checkpoint,
-            report=report,
-            accelerator=accelerator,
-        )
+        try:
+            return train_heads(
+                loss,
+                corpora,
+                job.recipe,
+                num_heads=job.num_heads,
+                checkpoint=checkpoint,
+                report=report,
+                accelerator=accelerator,
+            )
+        except KeyboardInterrupt:
+            note("Interrupted; the same command goes on from the last checkpoint.")
+            raise
 
 
 def record_of(
@@ -416,6 +438,7 @@ def record_of(
             "answer_tokens": text.answer_tokens,
             "ordinary": [hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in job.ordinary],
             "held_out_share": job.held_out,
+            "held_out_by": _HELD_OUT_BY,
         },
         "held_out": None if held is None else asdict(held),
         "training_seconds": round(seconds, 1),

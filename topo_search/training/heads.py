@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from topo_search.answers import digest_of
 from topo_search.errors import InputError
 from topo_search.training.batches import (
     IGNORED,
@@ -32,7 +33,7 @@ from topo_search.training.batches import (
 from topo_search.training.checkpoint import read_checkpoint, require_finite, write_checkpoint
 from topo_search.training.loss import HeadLoss
 from topo_search.training.states import HiddenStates
-from topo_search.training.text import TrainingText
+from topo_search.training.text import TrainingText, prompts_of
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
@@ -112,11 +113,16 @@ Report = Callable[[TrainingReport], None]
 
 
 def split_held_out(text: TrainingText, share: float, *, seed: int) -> tuple[TrainingText, TrainingText]:
-    """Texts to train on and texts to hold out."""
-    order = torch.randperm(len(text.prompt_lengths), generator=torch.Generator().manual_seed(seed))
-    count = int(share * len(order))
-    held, kept = torch.sort(order[:count]).values, torch.sort(order[count:]).values
-    return text.select(kept), text.select(held)
+    """Texts to train on and texts to hold out, about `share` of them.
+
+    A text's prompt and the seed alone decide, so that no text changes sides whatever is read beside it, and what a
+    smaller share holds out a larger one does too.
+    """
+    draws = [int(digest_of([seed, *prompt]), 16) / 16.0**16 for prompt in prompts_of(text)]
+    return (
+        text.select([index for index, draw in enumerate(draws) if draw >= share]),
+        text.select([index for index, draw in enumerate(draws) if draw < share]),
+    )
 
 
 def train_heads(
@@ -322,10 +328,10 @@ class _Run:
 
     def _settings(self) -> dict[str, Any]:
         tensors = {name: list(value.shape) for name, value in self.loss.blocks.state_dict().items()}
-        texts = [[corpus.text.digest, corpus.epochs] for corpus in self.corpora]
         return {
             "recipe": asdict(self.recipe),
-            "texts": texts,
+            "texts": [corpus.text.digest for corpus in self.corpora],
+            "passes": [corpus.epochs for corpus in self.corpora],
             "heads": [str(self.loss.blocks.shape), tensors],
             "columns": self.loss.columns,
         }

@@ -103,8 +103,8 @@ def join_texts(texts: Sequence[TrainingText]) -> TrainingText:
 
 def new_prompts_only(text: TrainingText, others: Sequence[TrainingText]) -> TrainingText:
     """What of `text` answers no prompt of `others`: the same text must not be trained on and held out."""
-    known = {prompt for other in others for prompt in _prompts_of(other)}
-    return text.select([index for index, prompt in enumerate(_prompts_of(text)) if prompt not in known])
+    known = {prompt for other in others for prompt in prompts_of(other)}
+    return text.select([index for index, prompt in enumerate(prompts_of(text)) if prompt not in known])
 
 
 def answer_positions(text: TrainingText) -> Int[Tensor, " positions"]:
@@ -250,7 +250,7 @@ def write_answers(
     manifest = _read_manifest(store)
     shards = [str(name) for name in manifest["shards"] if (store / Path(str(name)).name).exists()]
     wanted = list(dict.fromkeys(tuple(prompt) for prompt in prompts))
-    answered = {prompt for name in shards for prompt in _prompts_of(_read_shard(store, name))}
+    answered = {prompt for name in shards for prompt in prompts_of(_read_shard(store, name))}
     missing = [prompt for prompt in wanted if prompt not in answered]
     for start in range(0, len(missing), batch_size):
         batch = missing[start : start + batch_size]
@@ -303,6 +303,8 @@ def _write_manifest(store: Path, settings: dict[str, Any], shards: list[str]) ->
 
 def _read_shard(store: Path, name: object) -> TrainingText:
     path = store / Path(str(name)).name
+    if not path.is_file():
+        raise InputError(f"{path}, which {MANIFEST} lists, is missing; run topo-search distill again to write it.")
     try:
         shard = load_file(path)
         lengths, prompts = shard["lengths"].long(), shard["prompt_lengths"].long()
@@ -313,7 +315,7 @@ def _read_shard(store: Path, name: object) -> TrainingText:
         raise InputError(f"{path} is damaged ({error}); delete it and run topo-search distill again.") from None
 
 
-def _prompts_of(text: TrainingText) -> list[tuple[int, ...]]:
+def prompts_of(text: TrainingText) -> list[tuple[int, ...]]:
     """The prompts of a text's answers."""
     pairs = zip(text.starts.tolist(), text.prompt_lengths.tolist(), strict=False)
     return [tuple(text.tokens[start : start + length].tolist()) for start, length in pairs]

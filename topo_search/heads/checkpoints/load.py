@@ -107,6 +107,8 @@ def heads_folder(spec: str) -> Path:
         InputError: there is no such folder.
     """
     folder = packaged(PACKAGED_HEADS[spec]) if spec in PACKAGED_HEADS else Path(spec)
+    if folder.is_file():
+        raise InputError(f"Heads {spec} are given as a file; give its folder, {folder.parent}.")
     if not folder.is_dir():
         raise InputError(f"Heads folder {spec} does not exist; give a folder or one of {', '.join(PACKAGED_HEADS)}.")
     return folder
