@@ -56,7 +56,7 @@ def test_the_command_line_in_two_processes(tmp_path: Path) -> None:
     rows = [{"prompt": f"w{n} w{n + 1} w3"} for n in range(10)]
     (tmp_path / "mine.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     command = ["-m", "topo_search", "train", "hydra", "--out", "heads", "--target", "target", "--prompts", "mine.jsonl"]
-    settings = ["--max-new-tokens", 12, "--num-heads", 2, "--epochs", 2, "--held-out", 0.2]
+    settings = ["--max-new-tokens", 12, "--num-heads", 2, "--epochs", 2, "--held-out", 0.4]
     done = run([*LAUNCH, *QUIET, *command, *settings], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Wrote heads.") == 1
