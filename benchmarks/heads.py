@@ -37,7 +37,7 @@ from topo_search.device import device_record
 from topo_search.estimates import joint
 from topo_search.files.atomic import write_text
 from topo_search.files.latency_file import read_latency, write_latency
-from topo_search.files.prompts import packaged_prompts
+from topo_search.files.prompts import WORKLOADS, packaged_prompts
 from topo_search.files.trace_file import read_trace, write_trace
 from topo_search.files.tree_file import read_tree
 from topo_search.heads import DraftHeads, load_heads
@@ -175,7 +175,7 @@ def _by_split(trace: RankTrace, split: str) -> RankTrace:
 
 def _row(family: Family) -> dict[str, Any]:
     record, trees, latency = family.record, _trees(family.chosen_on), family.latency
-    scores = replay(family.scored_on, trees.values()).tokens_per_step.tolist()
+    scores, largest = replay(family.scored_on, trees.values()).tokens_per_step.tolist(), trees[f"best {max(BUDGETS)}"]
     depths = range(1, family.heads.identity.num_heads + 1)
     return {
         "heads": asdict(family.heads.identity),
@@ -188,16 +188,33 @@ def _row(family: Family) -> dict[str, Any]:
         "dense": next(iter(trees)),
         "best_trees": {str(b): [list(path) for path in trees[f"best {b}"].paths] for b in BUDGETS},
         "prompts": {"chosen_on": len(family.chosen_on.prompts), "scored_on": len(family.scored_on.prompts)},
+        "largest": _largest(family, largest),
         "draft_ms": [] if latency is None else [round(latency.draft_times().of(Tree.chain(n)), 2) for n in depths],
         "fastest": None if latency is None else _fastest(family, latency),
     }
 
 
+def _largest(family: Family, tree: Tree) -> dict[str, Any]:
+    """The best tree of the largest budget: what it brings each workload, and what drafting it takes of its step."""
+    of_workload = {}
+    for workload in WORKLOADS:
+        ids = {prompt.id for prompt in packaged_prompts(workload=workload, split="evaluation")}
+        of_workload[workload] = family.scored_on.select(lambda prompt, ids=ids: prompt.id in ids)
+    latency = family.latency
+    return {
+        "tokens_per_step": {
+            workload: round(float(replay(trace, [tree]).tokens_per_step[0]), 4)
+            for workload, trace in of_workload.items()
+        },
+        "draft_ms": None if latency is None else round(latency.draft_times().of(tree), 1),
+        "step_ms": None if latency is None else round(float(latency.step_ms(tree)[0]), 1),
+    }
+
+
 def _training_seconds(record: dict[str, Any]) -> float:
     """Of this training and of those that it went on from."""
-    return float(record.get("training_seconds", 0)) + (
-        _training_seconds(record["earlier"]) if "earlier" in record else 0
-    )
+    earlier = record.get("earlier")
+    return float(record.get("training_seconds", 0)) + (_training_seconds(earlier) if earlier else 0.0)
 
 
 def _trees(trace: RankTrace) -> dict[str, Tree]:

@@ -47,14 +47,14 @@ def questions(
     source = random.Random(seed)
     rows: list[dict[str, str]] = []
     for turn in range(20 * count):
-        if len(rows) == count:
-            return rows
         workload = list(forms)[turn % len(forms)]
         form = forms[workload][turn // len(forms) % len(forms[workload])]
         text = _filled(form, slots, source)
         if text not in known:
             known.add(text)
             rows.append({"workload": workload, "prompt": text})
+        if len(rows) == count:
+            return rows
     raise SystemExit(f"questions.json makes only {len(rows)} distinct questions of {count}; ask for fewer.")
 
 
