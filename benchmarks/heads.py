@@ -168,8 +168,8 @@ def _latency(target: Target, heads: DraftHeads, prompt: Sequence[int], path: Pat
     return table
 
 
-def _by_split(trace: RankTrace, split: str) -> RankTrace:
-    wanted = {prompt.id for prompt in packaged_prompts(workload=None, split=split)}
+def _by_split(trace: RankTrace, split: str, workload: str | None = None) -> RankTrace:
+    wanted = {prompt.id for prompt in packaged_prompts(workload=workload, split=split)}
     return trace.select(lambda prompt: prompt.id in wanted)
 
 
@@ -196,10 +196,7 @@ def _row(family: Family) -> dict[str, Any]:
 
 def _largest(family: Family, tree: Tree) -> dict[str, Any]:
     """The best tree of the largest budget: what it brings each workload, and what drafting it takes of its step."""
-    of_workload = {}
-    for workload in WORKLOADS:
-        ids = {prompt.id for prompt in packaged_prompts(workload=workload, split="evaluation")}
-        of_workload[workload] = family.scored_on.select(lambda prompt, ids=ids: prompt.id in ids)
+    of_workload = {workload: _by_split(family.scored_on, "evaluation", workload) for workload in WORKLOADS}
     latency = family.latency
     return {
         "tokens_per_step": {

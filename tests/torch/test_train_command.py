@@ -263,6 +263,26 @@ def test_one_process_where_two_were_meant_is_told(
     assert "Warning: accelerate launch --cpu starts one process only; several on CPUs need --multi_gpu" in err
 
 
+@pytest.mark.parametrize(
+    ("words", "trains"),
+    [
+        (("hydra",), "topo_search.training.heads.train_heads"),
+        (("medusa-2", "--warmup-epochs", 1), "topo_search.training.joint.train_jointly"),
+    ],
+)
+def test_an_interrupted_training_says_how_to_go_on(
+    words: tuple[str, ...], trains: str, run: Run, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trains, interrupted)
+    code, err = run("train", *words, "--target", "target", "--text", "text", "--out", tmp_path, "--num-heads", 2)
+    assert code == 130
+    assert "Interrupted; the same command goes on from the last checkpoint." in err
+    assert not (tmp_path / "config.json").exists()
+
+
 # Further
 
 
@@ -424,6 +444,7 @@ def test_medusa_2_continues_from_trained_heads(
     first = load_heads(str(tmp_path / "first"), load_target("target"))
     assert config["recipe"]["started_from"] == first.identity.fingerprint
     assert config["warmup_recipe"] is None
+    assert config["earlier"]["training_text"]["held_out_share"] == 0.4
     assert config["kind"] == "hydra"
     heads = load_heads(str(tmp_path / "joint/heads"), load_target(str(tmp_path / "joint/target")))
     assert torch.equal(heads.token_map, first.token_map)

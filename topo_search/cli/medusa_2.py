@@ -10,20 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from topo_search.cli import options, training_options
+from topo_search.cli.training_job import Job, job_of
 from topo_search.cli.training_run import (
-    Job,
-    agreement_of,
-    corpus_of,
     held_out_figures,
-    job_of,
     record_of,
     report_figures,
-    require_readable,
-    split_each,
+    told_when_interrupted,
     train_with_progress,
     trained_heads,
-    training_texts,
 )
+from topo_search.cli.training_texts import agreement_of, corpus_of, require_readable, split_each, training_texts
 from topo_search.errors import InputError
 
 if TYPE_CHECKING:
@@ -134,9 +130,8 @@ def _run(job: Job, joint: _Joint) -> None:
         loss = _fresh_heads(job, joint, model)
         seconds, recipe = train_with_progress(job, loss, [corpus], warm), joint.recipe
     else:
-        loss, trained = trained_heads(job, joint.heads, model)
-        seconds, recipe = 0.0, replace(joint.recipe, started_from=trained.fingerprint)
-        job = replace(job, num_heads=loss.num_heads)
+        job, loss, fingerprint = trained_heads(job, joint.heads, model)
+        seconds, recipe = 0.0, replace(joint.recipe, started_from=fingerprint)
     adapted = Adapted(model, rank=recipe.lora_rank, alpha=recipe.lora_alpha, seed=recipe.seed)
     seconds += _train_together(job, recipe, adapted, loss, corpus, together)
     _finish(
@@ -164,7 +159,7 @@ def _train_together(
 
     weights = sum(weight.numel() for weight in adapted.weights.values())
     note(f"Training heads and target together, the target through {weights / 1e6:.1f} M adapter weights ...")
-    with progress("Training together") as advance:
+    with progress("Training together") as advance, told_when_interrupted():
 
         def report(at: JointReport) -> None:
             losses = " ".join(f"{value:.3f}" for value in at.loss_per_head)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from topo_search.cli import medusa_2, options, training_options
-from topo_search.cli.training_run import Job, job_of, run_further, run_training
+from topo_search.cli.training_job import Job, job_of
+from topo_search.cli.training_run import run_further, run_training
 
 if TYPE_CHECKING:
     from torch import nn

@@ -1,25 +1,33 @@
-"""What the `topo-search train` commands share: text, hidden states, training, held-out report, files."""
+"""What the `topo-search train` commands share: heads new or trained, training, held-out report, files."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, redirect_stderr
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from topo_search.errors import InputError, MismatchError
+from topo_search.cli.training_job import Job
+from topo_search.cli.training_texts import (
+    agreement_of,
+    corpus_of,
+    learned_from,
+    require_readable,
+    split_each,
+    training_texts,
+)
+from topo_search.errors import InputError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
     from torch import Tensor, nn
 
-    from topo_search.heads.checkpoints import Checkpoint
     from topo_search.target import Target
-    from topo_search.training.heads import Corpus, HeldOut, Recipe
+    from topo_search.training.heads import Corpus, HeldOut
     from topo_search.training.loss import HeadLoss
     from topo_search.training.text import TrainingText
 
@@ -29,66 +37,6 @@ _HISTORY = ("recipe", "training_text", "held_out", "training_seconds", "provenan
 _TOLD = ("recipe", "training_text")
 _HELD_OUT_BY = "prompt"  # what decides whether a text is held out, beside the seed
 _WIDE_MARGIN = 5.0  # points by which a share of the held-out rows may be off, at 95 %, before it is said
-_LOW_AGREEMENT = 0.8  # greedy text comes to about 1, text sampled at a temperature of 0.7 to about 0.8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """What every family's command is asked for."""
-
-    target: str
-    out: Path
-    texts: list[Path]
-    ordinary: list[Path]
-    prompts: Path | None
-    num_prompts: int
-    max_new_tokens: int
-    num_heads: int
-    shortlist: int
-    held_out: float
-    recipe: Recipe
-    work: Path
-    dtype: str
-    device: str
-    attention: str
-    tokenizer: str | None
-    quantize: str | None
-    earlier: dict[str, Any] | None = None  # of the heads that the run goes on from: how they came to be
-
-
-def job_of(given: dict[str, Any]) -> Job:
-    """What a command was asked for, from its options by name.
-
-    Raises:
-        InputError: the learning rate is not above 0, or --out or --work is a file.
-    """
-    from topo_search.training.heads import Recipe
-
-    if not given["learning_rate"] > 0:
-        raise InputError(f"--learning-rate is {given['learning_rate']}; it must be above 0.")
-    if given["out"].is_file():
-        raise InputError(f"--out {given['out']} is a file; give a folder.")
-    if given["work"] is not None and given["work"].is_file():
-        raise InputError(f"--work {given['work']} is a file; give a folder.")
-    of_recipe = (
-        "epochs",
-        "batch_texts",
-        "learning_rate",
-        "head_decay",
-        "sampled_tokens",
-        "distill",
-        "learn_prompts",
-        "seed",
-    )
-    same = ("target", "out", "prompts", "num_prompts", "max_new_tokens", "num_heads", "shortlist", "held_out")
-    rest = ("dtype", "device", "attention", "tokenizer", "quantize")
-    return Job(
-        recipe=Recipe(**{name: given[name] for name in of_recipe}),
-        texts=given["text"] or [],
-        ordinary=given["ordinary_text"] or [],
-        work=given["work"] or given["out"] / "work",
-        **{name: given[name] for name in (*same, *rest)},
-    )
 
 
 def run_training(job: Job, untrained: Callable[[Target, float], nn.Module]) -> None:
@@ -108,10 +56,9 @@ def run_further(job: Job, heads: str) -> None:
         raise InputError(f"--out {job.out} holds the heads that --heads names; give another folder, lest they be lost.")
 
     def begin(model: Target) -> tuple[Job, _Heads]:
-        loss, checkpoint = trained_heads(job, heads, model)
-        recipe = replace(job.recipe, started_from=checkpoint.fingerprint)
-        earlier = {key: checkpoint.config[key] for key in _HISTORY if key in checkpoint.config}
-        return replace(job, recipe=recipe, num_heads=loss.num_heads, earlier=earlier), lambda _, __: loss
+        going_on, loss, fingerprint = trained_heads(job, heads, model)
+        recipe = replace(job.recipe, started_from=fingerprint)
+        return replace(going_on, recipe=recipe), lambda _, __: loss
 
     _run(job, begin)
 
@@ -149,7 +96,7 @@ def _train_and_save(job: Job, begin: Callable[[Target], tuple[Job, _Heads]], acc
     kept, held = split_each(job, texts)
     with _first(accelerator):
         own = corpus_of(model, job, kept, "the target's own text", epochs=job.recipe.epochs)
-        corpora = _learned_from(model, job, kept, own)
+        corpora = learned_from(model, job, kept, own)
         held_out = corpus_of(model, job, held, "held-out text")
     agreement = agreement_of(model, own)
     torch.manual_seed(job.recipe.seed)
@@ -167,24 +114,6 @@ def _train_and_save(job: Job, begin: Callable[[Target], tuple[Job, _Heads]], acc
     note(f"Wrote {job.out}. Next: topo-search calibrate --target {job.target} --heads {job.out}")
 
 
-def require_readable(job: Job) -> None:
-    """Refuse a text store, prompts or ordinary text that cannot be read, before the target is loaded for it.
-
-    Raises:
-        InputError: it is missing, empty or damaged, or a store is named twice.
-    """
-    from topo_search.files.prompts import read_prompts
-    from topo_search.training.text import read_ordinary, read_text_store
-
-    read_ordinary(job.ordinary)
-    if len({store.resolve() for store in job.texts}) < len(job.texts):
-        raise InputError(f"--text names a store twice ({', '.join(map(str, job.texts))}); name each once.")
-    for store in job.texts:
-        read_text_store(store)
-    if not job.texts and job.prompts is not None:
-        read_prompts(job.prompts)
-
-
 def held_out_figures(job: Job, loss: HeadLoss, corpus: Corpus) -> HeldOut | None:
     """Figures of the heads on held-out text; None where there is none."""
     from topo_search.training.heads import evaluate
@@ -192,21 +121,6 @@ def held_out_figures(job: Job, loss: HeadLoss, corpus: Corpus) -> HeldOut | None
     if not len(corpus.text.prompt_lengths):
         return None
     return evaluate(loss, corpus.text, corpus.states, num_heads=job.num_heads)
-
-
-def agreement_of(model: Target, corpus: Corpus) -> float:
-    """How far the text is what the target itself would write, with advice where it is not."""
-    from topo_search.report.console import note
-    from topo_search.training.states import greedy_agreement
-
-    share = greedy_agreement(model, corpus.text, corpus.states)
-    if share < _LOW_AGREEMENT:
-        note(
-            f"Warning: only {100 * share:.0f} % of the text's answer tokens are the target's own greedy choice, so "
-            "heads trained on it would guess other words than it writes. Let the target write: topo-search distill "
-            "(without --temperature for greedy text)."
-        )
-    return share
 
 
 def _accelerator(device: str) -> Accelerator | None:
@@ -227,51 +141,6 @@ def _first(accelerator: Accelerator | None) -> Any:
     return nullcontext() if accelerator is None else accelerator.main_process_first()
 
 
-def training_texts(model: Target, job: Job) -> list[TrainingText]:
-    """The text of every store, or what the target writes now.
-
-    Raises:
-        MismatchError: another target wrote a store.
-    """
-    from topo_search.cli.distill import write_text_store
-    from topo_search.report.console import note
-    from topo_search.training.text import new_prompts_only, read_text_store, store_target
-
-    if not job.texts:
-        written = write_text_store(
-            model,
-            job.work / "text",
-            job.prompts,
-            num_prompts=job.num_prompts,
-            max_new_tokens=job.max_new_tokens,
-            seed=job.recipe.seed,
-        )
-        return [written]
-    texts: list[TrainingText] = []
-    for store in job.texts:
-        if store_target(store) != model.identity.fingerprint:
-            raise MismatchError(
-                f"{store} was written by another target ({store_target(store)}, not {model.identity.fingerprint}): "
-                "heads trained on it would guess that one's words. Run topo-search distill with this target."
-            )
-        text = read_text_store(store)
-        new = new_prompts_only(text, texts)
-        known, asked = len(text.prompt_lengths) - len(new.prompt_lengths), len(text.prompt_lengths)
-        if known:
-            note(f"{known} of {asked} prompts of {store} are answered in a store before it and left out.")
-        if known < asked:
-            texts.append(new)
-    return texts
-
-
-def split_each(job: Job, texts: Sequence[TrainingText]) -> tuple[list[TrainingText], list[TrainingText]]:
-    """Texts to train on and texts to hold out, of each store its share: what else is read does not change them."""
-    from topo_search.training.heads import split_held_out
-
-    parts = [split_held_out(text, job.held_out, seed=job.recipe.seed) for text in texts]
-    return [kept for kept, _ in parts], [held for _, held in parts]
-
-
 def _new_heads(
     job: Job, untrained: Callable[[Target, float], nn.Module], model: Target, text: TrainingText, gain: float
 ) -> HeadLoss:
@@ -289,8 +158,8 @@ def _new_heads(
     )
 
 
-def trained_heads(job: Job, spec: str, model: Target) -> tuple[HeadLoss, Checkpoint]:
-    """The loss of heads that were trained before, and their checkpoint; warns where they may know what is held out.
+def trained_heads(job: Job, spec: str, model: Target) -> tuple[Job, HeadLoss, str]:
+    """A job that goes on from trained heads, their loss and fingerprint; warns where they may know what is held out.
 
     Raises:
         InputError: there are none of that name, or they have a bias in their projection.
@@ -307,7 +176,8 @@ def trained_heads(job: Job, spec: str, model: Target) -> tuple[HeadLoss, Checkpo
         blocks, model.output_weight.float(), model.input_embeddings, token_map=token_map, distill=job.recipe.distill
     )
     _warn_of_text_known(job, spec, checkpoint.config)
-    return loss, checkpoint
+    earlier = {key: checkpoint.config[key] for key in _HISTORY if key in checkpoint.config}
+    return replace(job, num_heads=loss.num_heads, earlier=earlier), loss, checkpoint.fingerprint
 
 
 def _warn_of_text_known(job: Job, heads: str, config: dict[str, Any]) -> None:
@@ -348,48 +218,6 @@ def _shortlist(text: TrainingText, size: int) -> Tensor | None:
     return token_map
 
 
-def _learned_from(model: Target, job: Job, kept: Sequence[TrainingText], own: Corpus) -> list[Corpus]:
-    """The corpora in the order in which they are learned from, with what the target would have said where asked for."""
-    from topo_search.training.text import ordinary_text
-
-    corpora = []
-    if job.ordinary:
-        text = ordinary_text(model, job.ordinary)
-        corpus = corpus_of(model, job, [text], "ordinary text", epochs=job.recipe.ordinary_epochs)
-        corpora.append(_with_prompts(model, job, [text], corpus))
-    return [*corpora, _with_prompts(model, job, kept, own) if job.recipe.learn_prompts else own]
-
-
-def _with_prompts(model: Target, job: Job, texts: Sequence[TrainingText], corpus: Corpus) -> Corpus:
-    """The corpus of `texts`, to be learned from their prompts on."""
-    from topo_search.report.console import progress
-    from topo_search.training.states import with_prompts
-    from topo_search.training.text import join_texts
-
-    with progress("Asking the target") as advance:
-        learned = [
-            with_prompts(model, text, states, job.work, progress=advance)
-            for text, states in zip(texts, corpus.states.parts, strict=True)
-        ]
-    return replace(corpus, text=join_texts(learned))
-
-
-def corpus_of(model: Target, job: Job, texts: Sequence[TrainingText], what: str, *, epochs: int = 1) -> Corpus:
-    """Texts with their states in the work folder, each text's size announced first."""
-    from topo_search.report.console import note, progress
-    from topo_search.training.heads import Corpus
-    from topo_search.training.states import HiddenStates, cached_states, states_bytes
-    from topo_search.training.text import join_texts
-
-    parts = []
-    for number, text in enumerate(texts, start=1):
-        size, which = states_bytes(model, text) / 1e6, f", part {number} of {len(texts)}" if len(texts) > 1 else ""
-        note(f"Hidden states of {what}{which}: {len(text.tokens)} positions, {size:.0f} MB in {job.work}")
-        with progress("Reading text") as advance:
-            parts.append(cached_states(model, text, job.work, progress=advance))
-    return Corpus(text=join_texts(texts), states=HiddenStates.joined(parts), epochs=epochs)
-
-
 def train_with_progress(
     job: Job, loss: HeadLoss, corpora: list[Corpus], checkpoint: Path, accelerator: Accelerator | None = None
 ) -> float:
@@ -399,25 +227,33 @@ def train_with_progress(
 
     tokens = sum(corpus.text.answer_tokens for corpus in corpora)
     note(f"Training {job.num_heads} heads on {tokens} tokens ...")
-    with progress("Training") as advance:
+    with progress("Training") as advance, told_when_interrupted():
 
         def report(at: TrainingReport) -> None:
             losses = " ".join(f"{value:.3f}" for value in at.loss_per_head)
             advance(at.step, at.steps, f"loss per head {losses}" if losses else "continued from the checkpoint")
 
-        try:
-            return train_heads(
-                loss,
-                corpora,
-                job.recipe,
-                num_heads=job.num_heads,
-                checkpoint=checkpoint,
-                report=report,
-                accelerator=accelerator,
-            )
-        except KeyboardInterrupt:
-            note("Interrupted; the same command goes on from the last checkpoint.")
-            raise
+        return train_heads(
+            loss,
+            corpora,
+            job.recipe,
+            num_heads=job.num_heads,
+            checkpoint=checkpoint,
+            report=report,
+            accelerator=accelerator,
+        )
+
+
+@contextmanager
+def told_when_interrupted() -> Iterator[None]:
+    """Say that nothing is lost by an interruption."""
+    from topo_search.report.console import note
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        note("Interrupted; the same command goes on from the last checkpoint.")
+        raise
 
 
 def record_of(
