@@ -324,6 +324,30 @@ def test_trained_heads_are_trained_further(family: str, run: Run, more: Path, tm
     assert len(caches) == 4, "each store's states are kept for themselves"
 
 
+def test_every_text_of_several_stores_is_learned_beside_its_own_states(
+    run: Run, more: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the target would have said in its prompts is what it says of them."""
+    learned: list[Any] = []
+
+    def look(_: object, corpora: list[Any], *__: object, **___: object) -> None:
+        learned.extend(corpora)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("topo_search.training.heads.train_heads", look)
+    texts = ("--text", "text", "--text", "more", "--learn-prompts")
+    code, err = run("train", "medusa", "--target", "target", *texts, "--out", tmp_path, *SHORT)
+    assert code == 130, err
+    (corpus,), target = learned, load_target("target")
+    assert len(corpus.states.parts) == 2
+    for start, end, shared in zip(corpus.text.starts, corpus.text.starts[1:], corpus.text.prompt_lengths, strict=False):
+        with torch.inference_mode():
+            states = target.hidden_states(corpus.text.tokens[start:end][None])[0]
+            choices = target.choose(states)
+        torch.testing.assert_close(corpus.states.rows(torch.arange(start, end)), states, rtol=1e-2, atol=1e-2)
+        assert torch.equal(corpus.text.choices[start + shared : end - 1], choices[shared:-1])
+
+
 def test_training_further_begins_with_the_weights_given(run: Run, text: Path, tmp_path: Path) -> None:
     """At a learning rate of almost 0 the figures on held-out text come back, within bf16."""
     first, second = tmp_path / "first", tmp_path / "second"
